@@ -1,0 +1,383 @@
+"""The configuration of a run: fields, defaults, checks; TOML in and out.
+
+The model is the only place where keys, defaults and descriptions are written; the reference table of
+README.md is made from it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from distmlp.errors import ConfigError
+
+Activation = Literal[
+    "relu", "leaky_relu", "elu", "gelu", "silu", "tanh", "sigmoid", "softplus", "sine", "identity"
+]
+Loss = Literal["mse", "mae", "huber", "binary_cross_entropy", "softmax_cross_entropy"]
+Init = Literal["he_normal", "he_uniform", "glorot_normal", "glorot_uniform", "lecun_normal", "zeros"]
+Width = Annotated[int, Field(ge=1, le=1 << 24)]
+
+_INTERVAL = re.compile(r"(\d+(?:\.\d+)?)\s*(epoch|step|second|minute|hour)s?")
+_SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """How often something happens: exactly one of the three is set."""
+
+    epochs: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Interval:
+        """Read "1 epoch", "500 steps", "90 seconds", "10 minutes", "2 hours"."""
+        match = _INTERVAL.fullmatch(text.strip())
+        if match is None or not (value := float(match[1])) > 0:
+            raise ValueError('expected a positive number and a unit, such as "1 epoch", "500 steps" or "10 minutes"')
+        if match[2] in _SECONDS:
+            return cls(seconds=value * _SECONDS[match[2]])
+        if value != int(value):
+            raise ValueError(f"{match[2]}s come whole")
+        return cls(epochs=int(value)) if match[2] == "epoch" else cls(steps=int(value))
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(_Section):
+    """The network and its loss."""
+
+    layers: tuple[Width, ...] = Field((), description="all widths, input and output included; or give `hidden`")
+    hidden: tuple[Width, ...] | None = Field(
+        None, description="widths of the hidden layers; input and output widths are read from the data"
+    )
+    activation: Activation | tuple[Activation, ...] = Field(
+        "relu", description="of the hidden layers: one name, or a list with one per hidden layer"
+    )
+    output_activation: Activation = Field("identity", description="of the output layer")
+    loss: Loss = Field("mse", description="the two cross-entropies take logits")
+    huber_delta: float = Field(1.0, gt=0, description="where the Huber loss turns from square to linear")
+    init: Init = Field("he_normal", description="initial weights; biases start at zero")
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        if bool(self.layers) == (self.hidden is not None):
+            raise ValueError("give exactly one of `layers` (all widths) and `hidden` (hidden widths)")
+        if self.layers and len(self.layers) < 2:
+            raise ValueError("`layers` needs at least an input and an output width")
+        hidden = len(self.layers) - 2 if self.layers else len(self.hidden or ())
+        if hidden + 1 > 64:
+            raise ValueError(f"{hidden + 1} layers; at most 64 are supported")
+        if not isinstance(self.activation, str) and len(self.activation) != hidden:
+            raise ValueError(f"`activation` lists {len(self.activation)} names for {hidden} hidden layers")
+        if "cross_entropy" in self.loss and self.output_activation != "identity":
+            raise ValueError(f"loss {self.loss} takes logits: `output_activation` must be identity")
+        return self
+
+
+class DataConfig(_Section):
+    """Where the rows come from and how batches are made."""
+
+    train: str | tuple[str, ...] = Field(description="glob or list of HDF5 shards, relative to this file")
+    validation: str | tuple[str, ...] = Field("", description="the same for validation; empty: none")
+    inputs: str = Field("inputs", min_length=1, description="dataset of the inputs; a path inside the file is allowed")
+    targets: str = Field("targets", min_length=1, description="dataset of the targets or class labels")
+    sample_weights: str = Field("", description="dataset of one weight a row; empty: all rows count 1")
+    standardize: Literal["none", "inputs", "both"] = Field(
+        "inputs", description="to mean 0 and deviation 1 of the training set; kept in the checkpoint"
+    )
+    batch: int = Field(1024, ge=1, description="rows of a GLOBAL batch: training is the same at any number of ranks")
+    streams: int = Field(16, ge=1, le=1 << 20, description="lanes of the sample order; at least the number of ranks")
+    shuffle: bool = Field(True, description="shuffle blocks, then rows within windows of blocks, anew every epoch")
+    residence: Literal["auto", "device", "host", "stream"] = Field(
+        "auto", description="where training rows are kept: GPU memory, host memory, or streamed from the files"
+    )
+    readers: int = Field(0, ge=0, le=256, description="reader threads per rank; 0: chosen from the CPUs of the rank")
+
+    @field_validator("train")
+    @classmethod
+    def _not_empty(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not value or any(not v for v in value):
+            raise ValueError("names no file")
+        return value
+
+
+class OptimizerConfig(_Section):
+    """The update rule."""
+
+    name: Literal["sgd", "momentum", "nesterov", "rmsprop", "adam", "adamw", "lamb"] = Field(
+        "adam", description="update rule"
+    )
+    learning_rate: float = Field(1e-3, ge=0, description="base learning rate; see [schedule]")
+    weight_decay: float = Field(0.0, ge=0, description="L2 term in the gradient; decoupled in adamw and lamb")
+    clip_norm: float = Field(0.0, ge=0, description="largest norm of the whole gradient; 0: off")
+    momentum: float = Field(0.9, ge=0, lt=1, description="of momentum and nesterov")
+    beta1: float = Field(0.9, ge=0, lt=1, description="first-moment decay of adam, adamw, lamb")
+    beta2: float = Field(0.999, ge=0, lt=1, description="second-moment decay of adam, adamw, lamb")
+    rho: float = Field(0.99, ge=0, lt=1, description="square-gradient decay of rmsprop")
+    epsilon: float = Field(1e-8, gt=0, description="added to the root in rmsprop, adam, adamw, lamb")
+
+
+class ScheduleConfig(_Section):
+    """The learning rate over the steps."""
+
+    name: Literal["constant", "step", "cosine", "linear", "one_cycle"] = Field("constant", description="shape")
+    warmup_steps: int = Field(0, ge=0, description="linear rise to the base rate over so many steps")
+    step_size: int = Field(1000, ge=1, description="steps between the drops of `step`")
+    factor: float = Field(0.1, gt=0, le=1, description="what each drop of `step` multiplies by")
+    final_fraction: float = Field(
+        0.0, ge=0, le=1, description="fraction of the base rate at the end of cosine, linear, one_cycle"
+    )
+    peak_at: float = Field(0.3, gt=0, lt=1, description="where in the run one_cycle peaks")
+
+
+class RunSection(_Section):
+    """How the run goes and what it leaves behind."""
+
+    epochs: int = Field(0, ge=0, description="passes over the data (default 10 where `steps` is not given)")
+    steps: int = Field(0, ge=0, description="optimizer steps, instead of `epochs`")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="of the initial weights and the sample order")
+    engine: Literal["auto", "fused", "reference"] = Field("auto", description="auto: fused where there is a GPU")
+    precision: Literal["fp32", "tf32", "bf16"] = Field(
+        "fp32", description="of the matrix products; master weights and sums are always float32"
+    )
+    transport: Literal["auto", "mpi", "staged", "nccl", "peer"] = Field("auto", description="the all-reduce")
+    output: str = Field("run", min_length=1, description="directory of the results, relative to this file")
+    checkpoint_every: str = Field("1 epoch", description='interval: "1 epoch", "500 steps" or "10 minutes"')
+    keep: int = Field(3, ge=1, description="newest checkpoints kept, besides the best")
+    log_every: int = Field(50, ge=1, description="steps between log lines")
+    validate_every: str = Field("1 epoch", description="interval between validations")
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        "stop", description="at a non-finite loss or gradient: end the run, or leave out that batch"
+    )
+    early_stopping: int = Field(0, ge=0, description="validations without improvement before the end; 0: off")
+    ema_decay: float = Field(0.0, ge=0, lt=1, description="of an average of the weights beside them; 0: off")
+    reproducible: Literal["run", "ranks"] = Field(
+        "run", description="same bits from run to run, or also across rank counts"
+    )
+    share_gpu: bool = Field(False, description="let several ranks share one GPU")
+    stall_timeout: str = Field("10 minutes", description="a rank silent for so long ends the job")
+    tensorboard: bool = Field(False, description="write event files too (extra)")
+
+    @field_validator("checkpoint_every", "validate_every")
+    @classmethod
+    def _interval(cls, value: str) -> str:
+        Interval.parse(value)
+        return value
+
+    @field_validator("stall_timeout")
+    @classmethod
+    def _duration(cls, value: str) -> str:
+        if not Interval.parse(value).seconds:
+            raise ValueError('expected a time, such as "10 minutes"')
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _length(cls, data: Any) -> Any:
+        if isinstance(data, dict) and not data.get("epochs") and not data.get("steps"):
+            return {**data, "epochs": 10}
+        return data
+
+    @model_validator(mode="after")
+    def _check(self) -> RunSection:
+        if self.epochs and self.steps:
+            raise ValueError("give `epochs` or `steps`, not both")
+        return self
+
+
+class RunConfig(_Section):
+    """Everything that defines a run.
+
+    Build it from a file with `RunConfig.load`, or directly:
+    `RunConfig(model={"hidden": [64]}, data={"train": "shards/*.h5"})`.
+    Invalid values raise `ConfigError` (`load`, `parse`) or pydantic's `ValidationError` (constructor).
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    run: RunSection = RunSection()
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = (), output: str | None = None) -> RunConfig:
+        """Read a TOML file, apply `section.key=VALUE` overrides, check everything.
+
+        Paths in the file are relative to the file; paths in `overrides` and `output` to the working
+        directory. Raises ConfigError.
+        """
+        path = Path(path)
+        try:
+            document = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"configuration {path}: {error.strerror or error}; give the path of a TOML file") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"configuration {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+            raise ConfigError(f"configuration {path}: not valid TOML: {error or 'nested too deeply'}") from None
+        _anchor_paths(document, path.parent)
+        for override in overrides:
+            _apply_override(document, override)
+        if output is not None:
+            run = document.setdefault("run", {})
+            if isinstance(run, dict):
+                run["output"] = str(Path(output).absolute())
+        return cls.parse(document, str(path))
+
+    @classmethod
+    def from_toml(cls, text: str, source: str) -> RunConfig:
+        """Check TOML text, such as a checkpoint's `config`. Raises ConfigError."""
+        try:
+            document = tomllib.loads(text)
+        except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+            raise ConfigError(f"{source}: not valid TOML: {error or 'nested too deeply'}") from None
+        return cls.parse(document, source)
+
+    @classmethod
+    def parse(cls, document: dict[str, Any], source: str = "configuration") -> RunConfig:
+        """Check a nested dictionary. Raises ConfigError naming every bad key, its value and its nearest known key."""
+        try:
+            return cls.model_validate(_tuples(document))
+        except ValidationError as error:
+            lines = "\n".join(f"  {line}" for line in _explain(error))
+            raise ConfigError(f"configuration {source}:\n{lines}") from None
+
+    def to_toml(self) -> str:
+        """The configuration with every default written out; `from_toml` reads it back to an equal one."""
+        return tomli_w.dumps(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain dictionary; keys that are not set are left out."""
+        document = self.model_dump(mode="json", exclude_none=True)
+        if not document["model"]["layers"]:
+            del document["model"]["layers"]
+        run = document["run"]
+        run.pop("steps" if run["epochs"] else "epochs")
+        return document
+
+    def with_layers(self, inputs: int, outputs: int) -> RunConfig:
+        """The same configuration with `hidden` replaced by all widths."""
+        if self.model.hidden is None:
+            return self
+        document = self.to_dict()
+        document["model"]["layers"] = [inputs, *document["model"].pop("hidden"), outputs]
+        return RunConfig.parse(document)
+
+    def changes(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+        """`section.key` → (value here, value in `other`) of every key that differs."""
+        mine, theirs = dict(_leaves(self.to_dict())), dict(_leaves(other.to_dict()))
+        return {
+            key: (mine.get(key), theirs.get(key))
+            for key in sorted(mine.keys() | theirs.keys())
+            if mine.get(key) != theirs.get(key)
+        }
+
+
+def sections() -> dict[str, type[BaseModel]]:
+    """Section name → its model, in the order of the file."""
+    return {
+        "model": ModelConfig, "data": DataConfig, "optimizer": OptimizerConfig, "schedule": ScheduleConfig,
+        "run": RunSection,
+    }  # fmt: skip
+
+
+def _leaves(document: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for section, keys in document.items():
+        for key, value in keys.items():
+            yield f"{section}.{key}", value
+
+
+def _tuples(value: Any) -> Any:
+    """TOML's lists as tuples and whole numbers as floats where strict pydantic wants them."""
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return tuple(_tuples(item) for item in value)
+    return value
+
+
+_PATHS = (("data", "train"), ("data", "validation"), ("run", "output"))
+
+
+def _anchor_paths(document: dict[str, Any], folder: Path) -> None:
+    for section, key in _PATHS:
+        keys = document.get(section)
+        if isinstance(keys, dict) and key in keys:
+            keys[key] = _anchored(keys[key], folder)
+
+
+def _anchored(value: Any, folder: Path) -> Any:
+    if isinstance(value, str) and value:
+        return str((folder / value).absolute())
+    if isinstance(value, list):
+        return [_anchored(item, folder) for item in value]
+    return value
+
+
+def _apply_override(document: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and section and key):
+        raise ConfigError(f"--set {override}: expected section.key=VALUE, such as --set data.batch=256")
+    if section not in sections():
+        raise ConfigError(f"--set {override}: unknown section `{section}`{_nearest(section, sections())}")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError, KeyError):
+        value = text.strip()  # a bare word is a string
+    if (section, key) in _PATHS:
+        value = _anchored(value, Path.cwd())
+    keys = document.setdefault(section, {})
+    if not isinstance(keys, dict):
+        raise ConfigError(f"--set {override}: `{section}` is not a section in the configuration file")
+    keys[key] = value
+    exclusive = {("model", "layers"): "hidden", ("model", "hidden"): "layers", ("run", "epochs"): "steps",
+                 ("run", "steps"): "epochs"}  # fmt: skip
+    if (section, key) in exclusive:  # the later word wins over the file's
+        keys.pop(exclusive[section, key], None)
+
+
+def _nearest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    return f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(known)}"
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    seen = set()
+    for item in error.errors():
+        path = [str(part) for part in item["loc"]]
+        section, key = path[0] if path else "", path[1] if len(path) > 1 else ""
+        name = f"{section}.{key}" if key else section
+        model = sections().get(section)
+        if item["type"] == "extra_forbidden":
+            known = model.model_fields if model and key else sections()
+            line = f"{name}: unknown key{_nearest(key or section, known)}"
+        elif item["type"] == "missing":
+            line = f"{name}: missing; it has no default" if key else f"[{section}]: this section is missing"
+        else:
+            reason = item["msg"].removeprefix("Value error, ")
+            value = "" if isinstance(item["input"], dict | BaseModel) else f" = {_short(item['input'])}"
+            line = f"{name}{value}: {reason[:1].lower()}{reason[1:]}"
+        if line not in seen and (name, "union") not in seen:
+            seen.add(line)
+            yield line
+
+
+def _short(value: Any) -> str:
+    text = repr(list(value) if isinstance(value, tuple) else value)
+    if isinstance(value, float) and not math.isfinite(value):
+        text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,146 @@
+"""Which rows make up every batch: a pure function of (seed, epoch) and the configuration.
+
+The rows are cut into `streams` contiguous ranges of equal length (the first `rows % streams` of them one
+longer). Position p of an epoch is row p // streams of stream p % streams; batch g is positions
+g * batch to (g + 1) * batch - 1. A rank owns a contiguous range of whole streams, so the batches are the
+same at any number of ranks.
+
+Within a stream, blocks of `BLOCK_ROWS` consecutive rows are shuffled, then the rows inside each window of
+`WINDOW_BLOCKS` shuffled blocks. Both shuffles are keyed bijections that are evaluated point by point
+(no table, no state), so the host and a GPU thread get the same row for the same position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK_ROWS = 256
+WINDOW_BLOCKS = 16
+WINDOW_ROWS = BLOCK_ROWS * WINDOW_BLOCKS
+ROUNDS = 6
+
+_U32 = np.uint32
+_U64 = np.uint64
+
+
+def mix(value: NDArray | int, key: NDArray | int) -> NDArray:
+    """32-bit finalizer of MurmurHash3 over `value` xor `key`; uint32 in, uint32 out."""
+    with np.errstate(over="ignore"):
+        x = np.asarray(value, _U32) ^ np.asarray(key, _U32)
+        x = x ^ (x >> _U32(16))
+        x = x * _U32(0x85EBCA6B)
+        x = x ^ (x >> _U32(13))
+        x = x * _U32(0xC2B2AE35)
+        return x ^ (x >> _U32(16))
+
+
+def permutation_key(seed: int, epoch: int, stream: NDArray | int, window: NDArray | int) -> NDArray:
+    """The 32-bit key of a shuffle. `window` 0 shuffles the blocks of `stream`, w + 1 the rows of window w."""
+    key = mix(seed & 0xFFFFFFFF, 0x9E3779B9)
+    with np.errstate(over="ignore"):
+        for part in (seed >> 32, epoch, stream, window):
+            key = mix(key, np.asarray(part, _U32) * _U32(0x9E3779B9) + _U32(0x7F4A7C15))
+    return key
+
+
+def permute(index: NDArray, size: NDArray | int, key: NDArray | int) -> NDArray:
+    """Keyed bijection of [0, size): `index` (int64, elementwise below `size`) to int64.
+
+    A Feistel network on the a x b grid that just holds `size` (a = ceil(sqrt(size)), b = ceil(size / a)),
+    with cycle walking for the few points beyond it (Black & Rogaway 2002).
+    """
+    index, size, key = np.broadcast_arrays(np.asarray(index, np.int64), np.asarray(size, np.int64), key)
+    side_a = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.int64)
+    side_a = np.maximum(side_a, 1)
+    side_b = np.maximum(-(-size // side_a), 1)
+    out = index.copy()
+    todo = np.arange(out.size)
+    flat, flat_size = out.reshape(-1), size.reshape(-1)
+    flat_a, flat_b, flat_key = side_a.reshape(-1), side_b.reshape(-1), np.ascontiguousarray(key).reshape(-1)
+    while todo.size:
+        flat[todo] = _feistel(flat[todo], flat_a[todo], flat_b[todo], flat_key[todo])
+        todo = todo[flat[todo] >= flat_size[todo]]
+    return out
+
+
+def _feistel(value: NDArray, side_a: NDArray, side_b: NDArray, key: NDArray) -> NDArray:
+    left, right = value // side_b, value % side_b  # left < a, right < b
+    key = key.astype(_U32)
+    for turn in range(0, ROUNDS, 2):
+        with np.errstate(over="ignore"):
+            even, odd = key + _U32(turn * 0x632BE5AB & 0xFFFFFFFF), key + _U32((turn + 1) * 0x632BE5AB & 0xFFFFFFFF)
+        left = (left + mix(right, even).astype(np.int64)) % side_a
+        right = (right + mix(left, odd).astype(np.int64)) % side_b
+    return left * side_b + right
+
+
+def owned_streams(streams: int, ranks: int, rank: int) -> range:
+    """The contiguous range of streams that `rank` of `ranks` owns, as even as can be."""
+    base, extra = divmod(streams, ranks)
+    first = rank * base + min(rank, extra)
+    return range(first, first + base + (rank < extra))
+
+
+@dataclass(frozen=True)
+class Order:
+    """The sample order of a run: `rows` rows in `streams` streams, global batches of `batch` rows."""
+
+    rows: int
+    streams: int
+    batch: int
+    seed: int
+    shuffle: bool
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return -(-self.rows // self.batch)
+
+    def batch_size(self, number: int) -> int:
+        """Rows of global batch `number` of an epoch; only the last may be short."""
+        return min(self.batch, self.rows - number * self.batch)
+
+    def stream_start(self, stream: int) -> int:
+        """First row of `stream`; `stream_start(streams)` is `rows`."""
+        base, extra = divmod(self.rows, self.streams)
+        return stream * base + min(stream, extra)
+
+    def stream_length(self, stream: int) -> int:
+        return self.stream_start(stream + 1) - self.stream_start(stream)
+
+    def owned_rows(self, streams: range) -> range:
+        """The contiguous rows of a contiguous range of streams."""
+        return range(self.stream_start(streams.start), self.stream_start(streams.stop))
+
+    def rows_at(self, epoch: int, positions: NDArray) -> NDArray:
+        """Global row (int64) that stands at each of `positions` (int64) of `epoch`."""
+        positions = np.asarray(positions, np.int64)
+        stream, place = positions % self.streams, positions // self.streams
+        base, extra = divmod(self.rows, self.streams)
+        start, length = stream * base + np.minimum(stream, extra), base + (stream < extra)
+        if not self.shuffle:
+            return start + place
+        window = place // WINDOW_ROWS
+        window_start = window * WINDOW_ROWS
+        window_size = np.minimum(WINDOW_ROWS, length - window_start)
+        key = permutation_key(self.seed, epoch, stream, window + 1)
+        place = window_start + permute(place - window_start, window_size, key)
+        block, offset = place // BLOCK_ROWS, place % BLOCK_ROWS
+        full_blocks = length // BLOCK_ROWS  # a short last block keeps its place at the end
+        whole = block < full_blocks
+        key = permutation_key(self.seed, epoch, stream, 0)
+        moved = permute(np.where(whole, block, 0), np.maximum(full_blocks, 1), key)
+        return start + np.where(whole, moved, block) * BLOCK_ROWS + offset
+
+    def batch_positions(self, number: int, streams: range) -> NDArray:
+        """Epoch positions (int64, ascending) of batch `number` that lie in `streams`."""
+        first = number * self.batch
+        positions = np.arange(first, first + self.batch_size(number), dtype=np.int64)
+        stream = positions % self.streams
+        return positions[(stream >= streams.start) & (stream < streams.stop)]
+
+    def batch_rows(self, epoch: int, number: int, streams: range) -> NDArray:
+        """Global rows (int64, in position order) of batch `number` of `epoch` that lie in `streams`."""
+        return self.rows_at(epoch, self.batch_positions(number, streams))
