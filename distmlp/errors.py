@@ -11,6 +11,12 @@ class DistmlpError(Exception):
     """A fault with one clear message and no traceback."""
 
     exit_code = 1
+    agreed = False  # raised on every rank alike: rank 0 alone reports it
+
+    def on_every_rank(self) -> DistmlpError:
+        """Mark as raised on every rank at the same point, and return self."""
+        self.agreed = True
+        return self
 
 
 class ConfigError(DistmlpError):
@@ -52,6 +58,8 @@ class AgreedError(DistmlpError):
 
     The message lists what each failing rank said. `exit_code` is that of the gravest fault.
     """
+
+    agreed = True
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)

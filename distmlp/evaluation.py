@@ -1,0 +1,57 @@
+"""Loss and metrics of a network over shards, the same at any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from distmlp.comm.world import World
+from distmlp.data.shards import Shards
+from distmlp.engine import Engine, Evaluation
+
+_SMALLEST_BLOCK = 256
+_LARGEST_BLOCK = 65536
+
+
+def row_blocks(rows: int) -> list[range]:
+    """Blocks of rows that depend on `rows` alone: their sums are the same whichever rank computes them."""
+    size = min(max(rows // 64, _SMALLEST_BLOCK), _LARGEST_BLOCK)
+    return [range(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def own_blocks(rows: int, world: World) -> Iterator[range]:
+    """The contiguous blocks of this rank."""
+    blocks = row_blocks(rows)
+    yield from blocks[len(blocks) * world.rank // world.size : len(blocks) * (world.rank + 1) // world.size]
+
+
+def evaluate(engine: Engine, shards: Shards, world: World) -> Evaluation:
+    """Sums over all rows of `shards`, on every rank. Raises AgreedError when a rank cannot read its rows."""
+
+    def mine() -> list[Evaluation]:
+        sums = []
+        for block in own_blocks(shards.rows, world):
+            rows = shards.read(block.start, block.stop)
+            sums.append(engine.evaluate(rows.inputs, rows.targets, rows.weights))
+        return sums
+
+    by_rank = world.all_gather([part.as_array() for part in world.agree(mine)])
+    table = np.array([part for parts in by_rank for part in parts])
+    return Evaluation(*(math.fsum(column) for column in table.T))
+
+
+def metrics(total: Evaluation, loss: str, outputs: int) -> dict[str, float]:
+    """`loss`, and `accuracy` (classification) or `rmse mae r2` (regression, in the targets' own units)."""
+    weight = total.weight or math.nan
+    result = {"loss": total.loss / weight}
+    if "cross_entropy" in loss:
+        result["accuracy"] = total.correct / weight
+        return result
+    values = weight * outputs
+    spread = total.target_squared - total.target**2 / values
+    result["rmse"] = math.sqrt(total.squared / values) if total.squared >= 0 else math.nan
+    result["mae"] = total.absolute / values
+    result["r2"] = 1.0 - total.squared / spread if spread > 0 else math.nan
+    return result
