@@ -39,19 +39,24 @@ def evaluate(engine: Engine, shards: Shards, world: World) -> Evaluation:
 
     by_rank = world.all_gather([part.as_array() for part in world.agree(mine)])
     table = np.array([part for parts in by_rank for part in parts])
-    return Evaluation(*(math.fsum(column) for column in table.T))
+    return Evaluation.from_array(np.array([math.fsum(column) for column in table.T]))
 
 
-def metrics(total: Evaluation, loss: str, outputs: int) -> dict[str, float]:
-    """`loss`, and `accuracy` (classification) or `rmse mae r2` (regression, in the targets' own units)."""
+def metrics(total: Evaluation, loss: str) -> dict[str, float]:
+    """`loss`, and `accuracy` (classification) or `rmse mae r2` (regression, in the targets' own units).
+
+    `r2` is the mean over the outputs of 1 - residual / total sum of squares; NaN where a target is constant.
+    """
     weight = total.weight or math.nan
     result = {"loss": total.loss / weight}
     if "cross_entropy" in loss:
         result["accuracy"] = total.correct / weight
         return result
-    values = weight * outputs
-    spread = total.target_squared - total.target**2 / values
-    result["rmse"] = math.sqrt(total.squared / values) if total.squared >= 0 else math.nan
+    values = weight * len(total.squared)
+    spread = total.target_squared - total.target**2 / weight
+    with np.errstate(divide="ignore", invalid="ignore"):
+        explained = np.where(spread > 0, 1.0 - total.squared / spread, np.nan)
+    result["rmse"] = math.sqrt(total.squared.sum() / values)
     result["mae"] = total.absolute / values
-    result["r2"] = 1.0 - total.squared / spread if spread > 0 else math.nan
+    result["r2"] = float(explained.mean())
     return result

@@ -54,23 +54,30 @@ class StepReport:
 
 @dataclass
 class Evaluation:
-    """Sums over the rows of one or many batches; add them up over batches and ranks."""
+    """Sums over the rows of one or many batches; add them up over batches and ranks.
+
+    The last three are vectors, one value per output, in the targets' own units.
+    """
 
     rows: float = 0.0
     weight: float = 0.0
     loss: float = 0.0  # weighted sum
     correct: float = 0.0  # weighted count, classification
-    squared: float = 0.0  # weighted sum over rows and outputs, in the targets' own units
-    absolute: float = 0.0
-    target: float = 0.0  # weighted sums of the targets and their squares, for r2
-    target_squared: float = 0.0
-
-    def __add__(self, other: Evaluation) -> Evaluation:
-        return Evaluation(*(a + b for a, b in zip(self.as_array(), other.as_array(), strict=True)))
+    absolute: float = 0.0  # weighted sum over rows and outputs, in the targets' own units
+    squared: NDArray = field(default_factory=lambda: np.zeros(1))  # weighted sums of squared errors
+    target: NDArray = field(default_factory=lambda: np.zeros(1))  # weighted sums of the targets, for r2
+    target_squared: NDArray = field(default_factory=lambda: np.zeros(1))  # and of their squares
 
     def as_array(self) -> NDArray:
-        """float64 (8,), for an all-reduce."""
-        return np.array(list(self.__dict__.values()), np.float64)
+        """float64 (5 + 3 * outputs,), for sums over batches and ranks."""
+        scalars = [self.rows, self.weight, self.loss, self.correct, self.absolute]
+        return np.concatenate([np.array(scalars, np.float64), self.squared, self.target, self.target_squared])
+
+    @classmethod
+    def from_array(cls, array: NDArray) -> Evaluation:
+        """The inverse of `as_array`."""
+        squared, target, target_squared = np.split(array[5:], 3)
+        return cls(*array[:5].tolist(), squared, target, target_squared)
 
 
 class Engine(Protocol):
