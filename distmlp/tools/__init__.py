@@ -1,0 +1,1 @@
+"""Tools around training: each a leaf that nothing else imports."""

@@ -1,0 +1,119 @@
+"""Scaling arithmetic and the cost model: known answers and recovered coefficients."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from distmlp.tools.scaling_math import (
+    Measured,
+    block_times,
+    bus_bandwidth,
+    derived_communication_us,
+    efficiency,
+    speedup,
+    time_split,
+)
+from distmlp.tools.scaling_model import AllReduce, CostModel, fit, nonnegative_least_squares, predict
+
+
+def test_blocks_leave_the_warm_up_and_clock_restarts_out():
+    steps = [10, 20, 30, 40, 50, 60]
+    seconds = [5.0, 6.0, 6.1, 6.2, 1.0, 1.1]  # resumed before the fifth line
+    assert block_times(steps, seconds, warmup_steps=20) == pytest.approx([1e4, 1e4, 1e4])
+    assert block_times(steps[:1], seconds[:1], 0).size == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "batch", "step_us", "gain", "per_rank"),
+    [("weak", 400, 125.0, 3.2, 0.8), ("strong", 100, 50.0, 2.0, 0.5), ("strong", 100, 25.0, 4.0, 1.0)],
+)
+def test_efficiency_is_speedup_per_rank(mode, batch, step_us, gain, per_rank):
+    alone, four = Measured(mode, 1, 100, 100.0), Measured(mode, 4, batch, step_us)
+    assert speedup(four, alone) == pytest.approx(gain)
+    assert efficiency(four, alone) == pytest.approx(per_rank)
+
+
+def test_the_split_adds_up_to_the_step():
+    split = time_split(Measured("weak", 2, 64, 100.0, communication_us=30.0, data_wait_us=5.0, other_us=15.0))
+    assert split == {"compute": 50.0, "communication": 30.0, "data_wait": 5.0, "other": 15.0}
+    assert time_split(Measured("weak", 1, 32, 100.0))["communication"] is None
+
+
+def test_communication_is_derived_from_the_one_rank_step_over_as_many_rows():
+    alone = Measured("weak", 1, 32, 70.0)
+    assert derived_communication_us(Measured("weak", 2, 64, 100.0), [alone]) == pytest.approx(30.0)
+    assert derived_communication_us(Measured("strong", 2, 32, 100.0), [alone]) is None
+
+
+def test_bus_bandwidth():
+    assert bus_bandwidth(2, 1_000_000, 10.0) == pytest.approx(1e11)
+    assert bus_bandwidth(4, 1_000_000, 10.0) == pytest.approx(1.5e11)
+
+
+def test_nonnegative_least_squares_matches_scipy():
+    optimize = pytest.importorskip("scipy.optimize")
+    generator = np.random.default_rng(3)
+    for _ in range(20):
+        columns, values = generator.normal(size=(9, 4)), generator.normal(size=9)
+        expected, _ = optimize.nnls(columns, values)
+        assert nonnegative_least_squares(columns, values) == pytest.approx(expected, abs=1e-9)
+
+
+TRUE = CostModel(20.0, 0.05, 3.0, 1.5, 1e-5, 4_000_000)
+
+
+def _points(model: CostModel, apart: bool) -> list[Measured]:
+    points = []
+    for ranks in (1, 2, 4, 8):
+        for mode, batch in (("weak", 1000 * ranks), ("strong", 1000)):
+            step = model.step_us(ranks, batch)
+            exchange = step - model.step_us(1, math.ceil(batch / ranks)) if apart else None
+            points.append(Measured(mode, ranks, batch, step, exchange))
+    return points
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_the_fit_recovers_the_model_from_steps_and_exchanges(apart):
+    exchanges = [
+        AllReduce(n, size, 1.5 * 2 * math.ceil(math.log2(n)) + 1e-5 * size * 2 * (n - 1) / n)
+        for n in (2, 4, 8)
+        for size in (4096, 1 << 20, 1 << 26)
+    ]
+    model = fit(_points(TRUE, apart), TRUE.gradient_bytes, exchanges)
+    for name, value in vars(TRUE).items():
+        assert getattr(model, name) == pytest.approx(value, rel=1e-6), name
+    assert model.bandwidth_bytes_per_second == pytest.approx(1e11, rel=1e-6)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_the_fit_without_exchanges_predicts_unseen_rank_counts(apart):
+    true = CostModel(20.0, 0.05, 0.0, 1.5, 1e-5, 4_000_000)
+    model = fit(_points(true, apart), true.gradient_bytes)
+    for ranks in (16, 512, 4096):
+        assert model.step_us(ranks, 1000 * ranks) == pytest.approx(true.step_us(ranks, 1000 * ranks), rel=1e-6)
+
+
+def test_noise_never_gives_negative_coefficients():
+    random.seed(1)
+    points = [Measured("weak", n, 100 * n, random.uniform(50, 150), random.uniform(0, 50)) for n in (1, 2, 4)]
+    model = fit(points, 1_000_000)
+    assert min(model.fixed_us, model.per_row_us, model.latency_us, model.per_byte_us) >= 0.0
+
+
+def test_one_point_is_enough_and_none_is_refused():
+    model = fit([Measured("weak", 1, 64, 80.0)], 4096)
+    assert predict(model, "weak", 8, 64)["efficiency"] == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="no measured point"):
+        fit([], 4096)
+
+
+def test_predictions_keep_the_rules_of_their_mode():
+    weak, strong = predict(TRUE, "weak", 512, 1000), predict(TRUE, "strong", 512, 1000)
+    assert (weak["global_batch"], strong["global_batch"]) == (512_000, 1000)
+    assert weak["efficiency"] > strong["efficiency"] > 0
+    assert weak["samples_per_second"] == pytest.approx(512_000 * 1e6 / TRUE.step_us(512, 512_000))
+    assert predict(TRUE, "strong", 4096, 1000)["us_per_step"] is None
