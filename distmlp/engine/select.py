@@ -1,0 +1,75 @@
+"""Which engine runs: `auto` takes the GPU where there is one, and says why it took what it took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from distmlp.engine.reference import ReferenceEngine
+from distmlp.errors import SystemUnfitError
+
+if TYPE_CHECKING:
+    from distmlp.comm.world import World
+    from distmlp.config import RunConfig
+    from distmlp.data.feed import Feed
+    from distmlp.engine import Engine, Standardization
+    from distmlp.network import Network
+
+
+def open_engine(
+    config: RunConfig,
+    network: Network,
+    world: World,
+    feed: Feed | None,
+    standardization: Standardization,
+    stop: Callable[[], bool] = lambda: False,
+) -> tuple[Engine, str]:
+    """The engine that `run.engine` asks for, and one line that says why it is this one.
+
+    Call it on every rank: whether all have a GPU is agreed. Raises SystemUnfitError (AgreedError under several
+    ranks) where the engine asked for cannot run here, and says what is missing.
+    """
+    wanted = config.run.engine
+    arguments = (config, network, world, feed, standardization, stop)
+    if wanted == "reference":
+        return _reference(arguments, "asked for"), "run.engine = reference"
+    obstacle = _obstacle(config, world)
+    if not obstacle:
+        from distmlp.engine.fused import FusedEngine
+
+        engine = world.agree(lambda: FusedEngine(*arguments), "fused engine")
+        return engine, engine.reason
+    if wanted == "fused":
+
+        def refuse() -> None:
+            if obstacle_here := _obstacle_here(config):
+                raise SystemUnfitError(f"run.engine = fused cannot run: {obstacle_here}")
+            raise SystemUnfitError(f"run.engine = fused cannot run on every rank: {obstacle}")
+
+        world.agree(refuse, "fused engine")
+    return _reference(arguments, obstacle), f"no GPU engine: {obstacle}"
+
+
+def _reference(arguments: tuple, reason: str) -> ReferenceEngine:
+    precision = arguments[0].run.precision
+    if precision != "fp32":
+        raise SystemUnfitError(
+            f"run.precision = {precision} needs the fused engine on a GPU, and the reference engine was taken "
+            f"({reason}); set run.precision = fp32"
+        )
+    return ReferenceEngine(*arguments)
+
+
+def _obstacle(config: RunConfig, world: World) -> str:
+    """Why the fused engine cannot run on all ranks, empty if it can; the same on every rank."""
+    return next((text for text in world.all_gather(_obstacle_here(config)) if text), "")
+
+
+def _obstacle_here(config: RunConfig) -> str:
+    if config.run.reproducible == "ranks":
+        return "run.reproducible = ranks is offered by the reference engine only"
+    try:
+        from distmlp.engine.device import find_obstacle
+    except ImportError as error:
+        return str(error)
+    return find_obstacle()
