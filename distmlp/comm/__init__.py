@@ -1,0 +1,1 @@
+"""Everything between processes: launch, collectives, failures, signals, transports."""

@@ -1,0 +1,176 @@
+"""How a process of the job ends: one message, the same exit code on every rank, nobody left waiting.
+
+The one place that prints errors, aborts MPI and chooses exit codes. Imports nothing heavy: `--help` comes by here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+from distmlp.comm.hints import rank_hint, read_launch
+from distmlp.errors import AgreedError, DistmlpError
+
+if TYPE_CHECKING:
+    from distmlp.comm.world import World
+
+# Ranks that failed by themselves tell each other for so long; then the first of them speaks and ends the job
+# before the next one's turn.
+_EXCHANGE_SECONDS = 1.0
+_TURN_SECONDS, _LAST_TURN = 0.3, 10
+
+
+def guarded(main: Callable[[], int | None]) -> NoReturn:
+    """Run `main` and end this process with its exit code (None: 0); never returns, never leaves a rank waiting.
+
+    A `DistmlpError` becomes one message and its exit code, any other exception one traceback and 1. A fault
+    that only this rank knows of ends the whole job, since the others may be inside a collective.
+    """
+    muted = _mute_all_but_first()
+    try:
+        code = main() or 0
+    except SystemExit as stop:  # argument parsers end like this, after they printed
+        code = _system_exit_code(stop)
+    except BaseException as error:
+        _unmute(muted)
+        report(error)
+    leave(code)
+
+
+def report(error: BaseException) -> NoReturn:
+    """Print `error` once for the job and end every rank with its exit code."""
+    if isinstance(error, AgreedError):
+        if _rank() == 0:
+            _tell(f"distmlp: error: {error}")
+        leave(error.exit_code)
+    fault = _fault(error)
+    world = _join()
+    if world is None:  # alone, or under a launcher that the MPI library does not know
+        if rank_hint() == 0:
+            _tell(_worded(fault, ""))
+        else:
+            time.sleep(_EXCHANGE_SECONDS)  # a launcher may kill rank 0 as soon as another rank ends
+        leave(fault[0])
+    where = f"rank {world.rank} on host {world.host}" if world.size > 1 else ""
+    with suppress(Exception):  # MPI itself may be what failed
+        faults = world.exchange_faults(fault, _EXCHANGE_SECONDS)
+        if faults is not None:
+            from distmlp.comm.world import merge_faults
+
+            merged = merge_faults(faults, world.rank_hosts)
+            if world.rank == 0:
+                _tell(_worded((merged.exit_code, str(merged)), ""))
+            leave(merged.exit_code)
+    time.sleep(_TURN_SECONDS * min(world.rank, _LAST_TURN))
+    _tell(_worded(fault, where))
+    abandon(fault[0])
+
+
+def leave(code: int) -> NoReturn:
+    """End this process as all the others do: MPI finalized, output flushed, exit code `code`."""
+    if "distmlp.comm.world" in sys.modules:
+        from distmlp.comm import world
+
+        world.close()
+    _flush()
+    # not sys.exit: threads that wait in a read would keep the process, and others' exit hooks may wait for ever
+    os._exit(code)
+
+
+def abandon(code: int) -> NoReturn:
+    """End the whole job at once with `code`, wherever the other ranks are."""
+    _flush()
+    world = _current()
+    if world is not None:
+        with suppress(Exception):
+            world.abort(code)
+    os._exit(code)
+
+
+def install_excepthook() -> None:
+    """Make an uncaught exception in a user's own script end the whole job, as `guarded` does for the commands."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        world = _current()
+        if world is None or world.size == 1:
+            previous(kind, error, trace)
+        else:
+            report(error)
+
+    sys.excepthook = hook
+
+
+def _fault(error: BaseException) -> tuple[int, str]:
+    if isinstance(error, DistmlpError):
+        return error.exit_code, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted"
+    return 1, "".join(traceback.format_exception(error)).rstrip()
+
+
+def _worded(fault: tuple[int, str], where: str) -> str:
+    code, text = fault
+    if code == 1:
+        return f"{where}:\n{text}" if where else text
+    return f"distmlp: error: {text}" + (f" [{where}]" if where else "")
+
+
+def _current() -> World | None:
+    module = sys.modules.get("distmlp.comm.world")
+    return module.current() if module is not None else None
+
+
+def _rank() -> int:
+    world = _current()
+    return world.rank if world is not None else rank_hint()
+
+
+def _join() -> World | None:
+    """The world, opened if several processes were launched: hydra leaves the other ranks waiting in MPI_Init
+    when one exits before it came there, so even a rank that failed has to come."""
+    launch = read_launch()
+    if _current() is None and launch is not None and launch.live:
+        with suppress(Exception):
+            from distmlp.comm.world import open_world
+
+            open_world()
+    return _current()
+
+
+def _system_exit_code(stop: SystemExit) -> int:
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    _tell(str(stop.code))
+    return 1
+
+
+def _mute_all_but_first() -> tuple[TextIO, TextIO] | None:
+    """Under a launcher only rank 0 prints: without this every rank would show `--help` or the same usage error."""
+    if rank_hint() == 0:
+        return None
+    streams = sys.stdout, sys.stderr
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
+    return streams
+
+
+def _unmute(streams: tuple[TextIO, TextIO] | None) -> None:
+    if streams is not None:
+        sys.stdout, sys.stderr = streams
+
+
+def _tell(text: str) -> None:
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
