@@ -88,7 +88,8 @@ def fit(points: Sequence[Measured], gradient_bytes: int, exchanges: Sequence[All
     solution = _solve(table, times, np.array(weights))
     if wide:
         solution[3:] = known
-    return CostModel(*(float(value) for value in solution), gradient_bytes)
+    fixed, per_row, imbalance, latency, per_byte = (float(value) for value in solution)
+    return CostModel(fixed, per_row, imbalance, latency, per_byte, gradient_bytes)
 
 
 def _equations(point: Measured, gradient_bytes: int) -> Iterator[tuple[list[float], float]]:
