@@ -15,12 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import resource
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
@@ -29,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from distmlp.autopsy import explained
 from distmlp.config import RunConfig
 from distmlp.engine import Standardization, State
 from distmlp.errors import CheckpointError, ConfigError
@@ -42,9 +38,6 @@ SLOTS = {
     "adam": ("first_moment", "second_moment"), "adamw": ("first_moment", "second_moment"),
     "lamb": ("first_moment", "second_moment"),
 }  # fmt: skip
-_EXPLAIN_SECONDS = 60
-_EXPLAIN_CHARACTERS = 500
-_CHILD_BYTES = 2 << 30  # address space of the child that looks into a damaged file
 
 
 @dataclass
@@ -62,6 +55,8 @@ class Checkpoint:
     validation: float | None = None  # validation loss at this very step, where measured
     skipped: int = 0  # batches left out as non-finite
     rows: int = 0  # of the training data
+    epoch_loss: float = 0.0  # weighted sum of the losses of this epoch's batches so far
+    epoch_weight: float = 0.0  # and the sum of their weights
     versions: dict[str, str] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)  # changed keys of each resume: {"step", "changes"}
 
@@ -113,10 +108,10 @@ def load(path: str | Path, *, explain: bool = True) -> Checkpoint:
         with open(path, "rb") as file:
             broken = breakage(file, where)
             if not broken:
-                return _read(file, where)
+                return interpret(file, where)
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read: {error.strerror or error}") from None
-    inside = _explained(path) if explain else ""
+    inside = explained(path) if explain else ""
     raise CheckpointError(f"{where}: {broken}{inside and f'; inside: {inside}'}")
 
 
@@ -167,7 +162,7 @@ def _attributes(checkpoint: Checkpoint) -> dict[str, Any]:
         "versions": json.dumps(checkpoint.versions),
         "history": json.dumps(checkpoint.history),
     }
-    for name in ("best", "validation"):
+    for name in ("best", "validation", "epoch_loss", "epoch_weight"):
         if (value := _finite(getattr(checkpoint, name))) is not None:
             attributes[name] = value
     return attributes
@@ -189,8 +184,8 @@ def _pieces(layout: Layout, tensors: dict[str, NDArray]) -> Iterator[bytes | mem
     yield layout.structure(position, layout.size_bytes)
 
 
-def _read(file: BufferedReader, where: str) -> Checkpoint:
-    """Interpret an open checkpoint. Every size it claims is compared with what its configuration and its
+def interpret(file: BufferedReader, where: str) -> Checkpoint:
+    """Interpret an open checkpoint, its seal aside. Every size it claims is compared with what its configuration and its
     length allow before memory is asked for."""
     size_bytes = file.seek(0, 2)
     attributes, offsets, shapes = read_layout(file, where, size_bytes, _expected)
@@ -256,10 +251,7 @@ def _checkpoint(
         if f"/standardization/{side}/mean" in tensors
     }
     slots = {slot: flats[f"/optimizer/{slot}"] for slot in SLOTS[config.optimizer.name]}
-    try:
-        versions, history = json.loads(attributes["versions"]), json.loads(attributes["history"])
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: attributes versions and history must be JSON: {error}") from None
+    versions, history = _notes(attributes, where)
     return Checkpoint(
         config=config,
         state=State(flats["/model"], slots, flats.get("/ema"), attributes["updates"]),
@@ -268,43 +260,24 @@ def _checkpoint(
             "epoch", "step", "step_in_epoch", "stale_validations", "skipped", "rows")},
         best=attributes.get("best"),
         validation=attributes.get("validation"),
+        epoch_loss=attributes.get("epoch_loss", 0.0),
+        epoch_weight=attributes.get("epoch_weight", 0.0),
         versions=versions,
         history=history,
     )  # fmt: skip
 
 
-def _explained(path: Path) -> str:
-    """What a child process finds wrong inside a damaged file; empty where it cannot tell, or died of it."""
-    with suppress(OSError, ValueError, subprocess.SubprocessError):
-        child = subprocess.run(
-            [sys.executable, "-m", "distmlp.checkpoint", str(path.absolute())],
-            cwd=Path(__file__).resolve().parent.parent,
-            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            timeout=_EXPLAIN_SECONDS,
-            check=False,
-        )
-        return child.stdout.strip()[:_EXPLAIN_CHARACTERS] if child.returncode == CheckpointError.exit_code else ""
-    return ""
-
-
-def _explain(path: str) -> int:
-    """The child's part: interpret a damaged file, print what is wrong with it."""
-    size_bytes = os.stat(path).st_size
-    limit = _CHILD_BYTES + 4 * size_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+def _notes(attributes: dict[str, Any], where: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """`versions` and `history`, which only people read, in the form that they rely on."""
     try:
-        with open(path, "rb") as file:
-            _read(file, path)
-    except CheckpointError as error:
-        print(str(error).removeprefix(f"{path}: "))
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_explain(sys.argv[1]))
+        versions = {str(name): str(version) for name, version in json.loads(attributes["versions"]).items()}
+        history = [
+            {
+                "step": int(part["step"]),
+                "changes": {str(key): (old, new) for key, (old, new) in part["changes"].items()},
+            }
+            for part in json.loads(attributes["history"])
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise CheckpointError(f"{where}: attributes versions and history are not in their form") from None
+    return versions, history

@@ -60,8 +60,8 @@ def sync_directory(path: Path) -> None:
 
 def leftovers(directory: Path, final: str) -> list[Path]:
     """Temporary files in `directory` that a dead writer left for a final name matching the pattern `final`."""
-    found = []
-    for path in directory.iterdir():
+    found: list[Path] = []
+    for path in directory.iterdir() if directory.is_dir() else ():
         match = _TEMPORARY.fullmatch(path.name)
         if match and re.fullmatch(final, match["final"]) and path.is_file() and not path.is_symlink():
             found.append(path)

@@ -1,0 +1,158 @@
+"""One job at a time in an output directory, without file locks: many cluster file systems have none.
+
+The lock is a file that appears complete, by a hard link, and names its owner. A dead owner is known at once
+on the same host by its process, elsewhere by the file's age: a living owner touches it every few seconds.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from distmlp.errors import ConfigError
+
+NAME = ".lock"
+BEAT_SECONDS = 10.0
+DEAD_SECONDS = 90.0
+_JOBS = {"SLURM_JOB_ID": "Slurm job", "PBS_JOBID": "PBS job", "LSB_JOBID": "LSF job", "JOB_ID": "job"}
+
+
+class OutputLock:
+    """Held from construction until `release`, or until this process dies. Raises ConfigError naming the owner."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / NAME
+        self._me = _myself()
+        while not self._create():
+            self._remove_dead_owner()
+        self._released = threading.Event()
+        threading.Thread(target=self._beat, name="output lock", daemon=True).start()
+
+    def release(self) -> None:
+        """Give the directory back; further calls do nothing."""
+        if not self._released.is_set():
+            self._released.set()
+            if self.mine():
+                with suppress(OSError):
+                    self.path.unlink()
+
+    def mine(self) -> bool:
+        """Whether the lock is still ours: no other job has taken this one for dead."""
+        return _read(self.path).get("token") == self._me["token"]
+
+    def _create(self) -> bool:
+        temporary = self.path.with_name(f"{NAME}.{self._me['token']}")
+        content = (json.dumps(self._me) + "\n").encode()
+        _write_new(temporary, content)
+        try:
+            os.link(temporary, self.path)
+            return True
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                raise
+        finally:
+            temporary.unlink()
+        try:  # no hard links here: exclusive creation, with a moment in which the file is still empty
+            _write_new(self.path, content)
+            return True
+        except FileExistsError:
+            return False
+
+    def _remove_dead_owner(self) -> None:
+        owner = _read(self.path)
+        if _alive(owner, self.path):
+            raise ConfigError(
+                f"output {self.path.parent}: in use by another job: {_describe(owner)}; choose another run.output "
+                f"or wait for its end (a dead one is noticed within {DEAD_SECONDS:.0f} s, or remove {self.path})"
+            )
+        aside = self.path.with_name(f"{NAME}.{secrets.token_hex(8)}")
+        with suppress(FileNotFoundError):  # another job may be doing the same; only one rename moves each file
+            os.rename(self.path, aside)
+            if _read(aside) != owner:  # it was faster, and this is its new lock: give it back
+                with suppress(OSError):
+                    os.link(aside, self.path)
+            aside.unlink()
+
+    def _beat(self) -> None:
+        while not self._released.wait(BEAT_SECONDS):
+            with suppress(OSError):
+                os.utime(self.path)
+
+
+def _myself() -> dict[str, Any]:
+    job = next((f"{name} {os.environ[key]}" for key, name in _JOBS.items() if os.environ.get(key)), "")
+    return {
+        "host": os.uname().nodename,
+        "pid": os.getpid(),
+        "job": job,
+        "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
+        "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "machine": _machine(),
+        "started": _started(os.getpid()),
+        "token": secrets.token_hex(8),
+    }
+
+
+def _machine() -> str:
+    """What a process number is unique in: this boot of this kernel, this PID namespace. Empty where unknown."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _started(pid: int) -> str:
+    """Start of a process in clock ticks, which tells it from a later one of the same number; empty if it is gone."""
+    with suppress(OSError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    return ""
+
+
+def _alive(owner: dict[str, Any], path: Path) -> bool:
+    here = _myself()
+    if owner.get("machine") and owner["machine"] == here["machine"] and isinstance(owner.get("pid"), int):
+        return _started(owner["pid"]) == owner.get("started") != ""
+    if owner.get("job") and owner["job"] == here["job"] and owner.get("restart") != here["restart"]:
+        return False  # an earlier start of this very job, requeued since
+    try:
+        seen = path.stat().st_mtime
+        probe = path.with_name(f"{NAME}.{here['token']}")
+        _write_new(probe, b"")  # the file server's clock, not ours
+        try:
+            return probe.stat().st_mtime - seen < DEAD_SECONDS
+        finally:
+            probe.unlink()
+    except FileNotFoundError:
+        return False
+
+
+def _describe(owner: dict[str, Any]) -> str:
+    if not owner:
+        return "its lock file does not say which"
+    job = f", {owner['job']}" if owner.get("job") else ""
+    return f"host {owner.get('host')}, pid {owner.get('pid')}{job}, since {owner.get('since')}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError, RecursionError), open(path, "rb") as file:
+        content = json.loads(file.read(4096))
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        os.write(handle, content)
+    finally:
+        os.close(handle)
