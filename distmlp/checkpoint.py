@@ -185,8 +185,11 @@ def _pieces(layout: Layout, tensors: dict[str, NDArray]) -> Iterator[bytes | mem
 
 
 def interpret(file: BufferedReader, where: str) -> Checkpoint:
-    """Interpret an open checkpoint, its seal aside. Every size it claims is compared with what its configuration and its
-    length allow before memory is asked for."""
+    """Interpret an open checkpoint, its seal aside.
+
+    Every size it claims is compared with what its configuration and its length allow before memory is
+    asked for. Raises CheckpointError.
+    """
     size_bytes = file.seek(0, 2)
     attributes, offsets, shapes = read_layout(file, where, size_bytes, _expected)
     config = _config(attributes, where)
