@@ -1,0 +1,77 @@
+"""Chunks as stored → their values. Deflate and shuffle without the HDF5 library and outside its lock."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from distmlp.data.layout import DEFLATE, SHUFFLE, Filter, Layout
+
+_HDF5_LOCK = threading.Lock()
+
+
+class DamagedChunk(Exception):
+    """The stored bytes do not decode to a chunk; the text says why."""
+
+
+def decode(layout: Layout, stored: bytes | bytearray, mask: int) -> NDArray:
+    """Values (chunk shape, dtype as stored) of one chunk. `mask`: bit i set where filter i was left out.
+
+    Memory is bounded by the chunk's size, whatever the bytes claim. Raises DamagedChunk.
+    """
+    stages = [stage for position, stage in enumerate(layout.filters) if not mask >> position & 1]
+    simple = all(
+        stage.id == DEFLATE or (stage.id == SHUFFLE and stage.values[:1] in ((), (layout.dtype.itemsize,)))
+        for stage in stages
+    )
+    if not simple:
+        return _decode_by_hdf5(layout, stages, stored)
+    data = stored
+    for stage in reversed(stages):
+        data = _inflate(data, layout.chunk_bytes) if stage.id == DEFLATE else _unshuffle(data, layout.dtype.itemsize)
+    if len(data) != layout.chunk_bytes:
+        raise DamagedChunk(f"a chunk of {len(data)} bytes, expected {layout.chunk_bytes}")
+    return np.frombuffer(data, layout.dtype).reshape(layout.chunk)
+
+
+def _inflate(data: bytes | bytearray, expected: int) -> bytes:
+    stream = zlib.decompressobj()
+    try:
+        out = stream.decompress(data, expected + 1)
+    except zlib.error as error:
+        raise DamagedChunk(f"its gzip data is damaged: {error}") from None
+    if len(out) <= expected and not stream.eof:
+        raise DamagedChunk("its gzip data ends early")
+    return out
+
+
+def _unshuffle(data: bytes | bytearray, itemsize: int) -> bytes | bytearray:
+    """Undo HDF5's shuffle: byte k of all elements, then byte k + 1 of all, …; a remainder is left as it is."""
+    count = len(data) // itemsize
+    if itemsize == 1 or count == 0:
+        return data
+    whole = np.frombuffer(data, np.uint8, count * itemsize)
+    return whole.reshape(itemsize, count).T.tobytes() + data[count * itemsize :]
+
+
+def _decode_by_hdf5(layout: Layout, stages: list[Filter], stored: bytes | bytearray) -> NDArray:
+    """Let HDF5's own filters do it, on a one-chunk file in memory: the user's file stays closed."""
+    with _HDF5_LOCK:
+        try:
+            with h5py.File("chunk", "w", driver="core", backing_store=False) as file:
+                plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+                plist.set_chunk(layout.chunk)
+                for stage in stages:
+                    plist.set_filter(stage.id, stage.flags, stage.values)
+                space = h5py.h5s.create_simple(layout.chunk)
+                kind = h5py.h5t.py_create(layout.dtype, logical=True)
+                dataset = h5py.Dataset(h5py.h5d.create(file.id, b"chunk", kind, space, plist))
+                dataset.id.write_direct_chunk((0,) * len(layout.chunk), stored)
+                return dataset[...]
+        except (OSError, ValueError, RuntimeError, MemoryError) as error:
+            names = ", ".join(stage.name for stage in stages)
+            raise DamagedChunk(f"it does not decode ({names}): {' '.join(str(error).split())[:200]}") from None

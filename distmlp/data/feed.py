@@ -1,0 +1,130 @@
+"""The rows of every batch, in the sample order, from memory or from the files as they go."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distmlp.data.lanes import Lanes
+from distmlp.data.memory import available_bytes
+from distmlp.data.pool import Pool, reader_threads
+from distmlp.data.resident import Resident, load
+from distmlp.data.shards import Rows, Shards
+from distmlp.data.streaming import Singles, Windows
+from distmlp.errors import ConfigError, SystemUnfitError
+from distmlp.order import Order, owned_streams
+
+if TYPE_CHECKING:
+    from distmlp.comm.world import World
+
+RESIDENT_SHARE = 0.5  # of the free memory of a rank
+HUGE = 1e18  # its square overflows float32: named as a suspect when no value is NaN or infinite
+
+
+class _Source(Protocol):
+    def batch(self, epoch: int, indices: range) -> Rows: ...
+
+
+class Feed:
+    """This rank's rows of every global batch of `order`.
+
+    `residence`: "host" keeps all own rows in memory, "stream" reads them as they are needed, "auto" decides
+    by the free memory; "device" means that the engine holds the rows (`resident`) and is like "auto" here.
+    Nothing is read before the first call that needs rows. Not to be shared between threads.
+    """
+
+    def __init__(self, shards: Shards, order: Order, world: World, residence: str = "auto", readers: int = 0) -> None:
+        if order.streams < world.size:
+            raise ConfigError(
+                f"data.streams = {order.streams}: fewer than the {world.size} ranks; give every rank a stream at least"
+            )
+        self.shards, self.order = shards, order
+        self.streams = owned_streams(order.streams, world.size, world.rank)
+        self.wait_seconds = 0.0
+        self._lanes = Lanes(order, self.streams)
+        self._pool = Pool(reader_threads(readers, world.local_size))
+        self._free_bytes = available_bytes() // max(1, world.local_size)
+        self._source: _Source | None = None
+        self.residence = "host" if residence == "host" or self._fits(residence) else "stream"
+        if residence == "host" and self.resident_bytes() > self._free_bytes:
+            raise SystemUnfitError(
+                f'data.residence = "host": rank {world.rank} on {world.host} needs {self.resident_bytes():,} bytes, '
+                f'but {self._free_bytes:,} are free for it; use "auto" or "stream", more hosts, or more memory'
+            )
+
+    def _fits(self, residence: str) -> bool:
+        return residence != "stream" and self.resident_bytes() <= RESIDENT_SHARE * self._free_bytes
+
+    def resident_bytes(self) -> int:
+        """Bytes that all own rows take, in their stored dtypes."""
+        return self._lanes.count * self.shards.row_bytes
+
+    def batch(self, epoch: int, number: int) -> Rows:
+        """This rank's rows of global batch `number` of `epoch`, in position order; there may be none.
+
+        The arrays hold until the next call: they may be views of a buffer. Raises DataError naming file,
+        dataset and rows where the files turn out to be damaged.
+        """
+        indices = self._lanes.of_batch(number)
+        if not len(indices):
+            return self.shards.empty(0)
+        start = time.perf_counter()
+        if self._source is None:
+            self._source = self._open()
+        rows = self._source.batch(epoch, indices)
+        if not isinstance(self._source, Resident):
+            self.wait_seconds += time.perf_counter() - start
+        return rows
+
+    def _open(self) -> _Source:
+        if self.residence == "host":
+            start = time.perf_counter()
+            source = Resident(self.shards, self._lanes, self._pool)
+            self.wait_seconds += time.perf_counter() - start
+            return source
+        fits = Windows.memory_bytes(self.shards, self._lanes) <= RESIDENT_SHARE * self._free_bytes
+        return (Windows if fits else Singles)(self.shards, self._lanes, self._pool)
+
+    def resident(self) -> Rows:
+        """All own rows in storage order, for an upload to a device. Raises DataError."""
+        if isinstance(self._source, Resident):
+            return self._source.rows
+        return load(self.shards, self.order.owned_rows(self.streams), self._pool)
+
+    def blame(self, epoch: int, number: int) -> str | None:
+        """Where this rank's rows of a batch hold NaN, infinity or numbers too large for float32 arithmetic.
+
+        "file rows 3, 7: inputs hold nan", or None when every value is ordinary.
+        """
+        indices = self._lanes.of_batch(number)
+        if not len(indices):
+            return None
+        rows, place = self.batch(epoch, number), self._lanes.rows(epoch, indices)
+        names = ("inputs", "targets", "sample weights")
+        for suspicious, what in ((_not_finite, "NaN or infinite values"), (_huge, f"values beyond {HUGE:g}")):
+            for name, array in zip(names, rows.parts, strict=False):
+                found = suspicious(array.reshape(len(array), -1)).any(axis=1)
+                if found.any():
+                    return f"{self.shards.locate(place[found])}: {name} hold {what}"
+        return None
+
+    def close(self) -> None:
+        """Stop reading ahead and let the threads end."""
+        if isinstance(self._source, Windows | Singles):
+            self._source.close()
+        self._source = None
+        self._pool.close()
+
+
+def _not_finite(array: NDArray) -> NDArray:
+    if array.dtype.kind != "f":
+        return np.zeros(array.shape, bool)
+    with np.errstate(over="ignore"):
+        return ~np.isfinite(array.astype(np.float32, copy=False))
+
+
+def _huge(array: NDArray) -> NDArray:
+    return np.abs(array.astype(np.float64)) > HUGE

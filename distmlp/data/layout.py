@@ -1,0 +1,85 @@
+"""Where and how the rows of one dataset lie in one HDF5 file.
+
+A child process (`probe`) reads a file's structure through the HDF5 library; what it finds is this plain
+description, from which rows are read without the library (`reader`). Pure apart from NumPy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+CHUNK_ENTRY = np.dtype([("offset", "<i8"), ("size", "<u4"), ("mask", "<u4")])  # offset -1: never written
+DEFLATE, SHUFFLE, FLETCHER32, SZIP, LZF = 1, 2, 3, 4, 32000
+
+
+@dataclass(frozen=True)
+class Filter:
+    """One stage of a chunk's filter pipeline."""
+
+    id: int
+    name: str
+    flags: int
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One dataset of one file. `kind` says where its bytes are: at `offset`, in `chunks`, or in `inline`."""
+
+    path: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype  # as stored, byte order included
+    kind: Literal["contiguous", "chunked", "inline"]
+    file_bytes: int
+    offset: int = -1  # contiguous; -1: never written, every element is `fill`
+    chunk: tuple[int, ...] = ()
+    filters: tuple[Filter, ...] = ()
+    chunks: NDArray | None = None  # CHUNK_ENTRY, one per chunk in C order of the chunk grid
+    inline: bytes = b""
+    fill: bytes = b""  # one element as stored
+    checksums: NDArray | None = None  # uint32, CRC-32 of the stored values of each `checksum_rows` rows
+    checksum_rows: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Elements of a row, further dimensions flattened in C order."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def native(self) -> np.dtype:
+        """The stored dtype in this machine's byte order."""
+        return self.dtype.newbyteorder("=")
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Chunks along each dimension."""
+        return tuple(-(-size // step) for size, step in zip(self.shape, self.chunk, strict=True))
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk before the filters."""
+        return math.prod(self.chunk) * self.dtype.itemsize
+
+    @property
+    def plain(self) -> bool:
+        """Rows are raw bytes at an offset of the file."""
+        return self.kind == "contiguous" and self.offset >= 0
+
+    def where(self, start: int, stop: int) -> str:
+        """ "file, dataset `name`, rows a to b" for messages; `stop` is exclusive."""
+        rows = f"row {start}" if stop == start + 1 else f"rows {start} to {stop - 1}"
+        return f"{self.path}, dataset `{self.name}`, {rows}"

@@ -1,0 +1,183 @@
+"""Rows of one dataset of one file, read with plain system calls from the place its `Layout` names.
+
+Threads read at the same time: a read holds neither the interpreter nor any lock of the HDF5 library, except
+to decode chunks whose filters only that library knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import zlib
+from collections import OrderedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distmlp.data.decode import DamagedChunk, decode
+from distmlp.data.layout import Layout
+from distmlp.errors import DataError
+
+OPEN_FILES = 16  # per thread
+PIECE_BYTES = 256 << 20  # of one read call
+
+
+class _Handles(threading.local):
+    """The newest few open files of a thread, closed when they age out or the thread ends."""
+
+    def __init__(self) -> None:
+        self.files: OrderedDict[str, int] = OrderedDict()
+
+    def get(self, path: str) -> int:
+        handle = self.files.pop(path, None)
+        if handle is None:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.files[path] = handle
+        while len(self.files) > OPEN_FILES:
+            os.close(self.files.popitem(last=False)[1])
+        return handle
+
+    def __del__(self) -> None:
+        for handle in self.files.values():
+            os.close(handle)
+
+
+class RowReader:
+    """Reads rows of any number of datasets; safe to share between threads.
+
+    `cache_bytes` bounds what is kept of decoded chunks that a read used only in part.
+    """
+
+    def __init__(self, cache_bytes: int = 64 << 20) -> None:
+        self._handles = _Handles()
+        self._cache = _ChunkCache(cache_bytes)
+
+    def read(self, layout: Layout, start: int, stop: int, out: NDArray) -> None:
+        """Rows `start` to `stop - 1` into `out` (rows, width) of any numeric dtype.
+
+        Raises DataError naming file, dataset and rows.
+        """
+        try:
+            if layout.checksums is None:
+                self._read(layout, start, stop, out)
+            else:
+                self._read_verified(layout, start, stop, out)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise DataError(f"{layout.where(start, stop)}: cannot be read: {reason.lower()}") from None
+        except MemoryError:
+            raise DataError(f"{layout.where(start, stop)}: not enough memory to read them") from None
+
+    def _read(self, layout: Layout, start: int, stop: int, out: NDArray) -> None:
+        if layout.kind == "chunked":
+            self._read_chunked(layout, start, stop, out.reshape((stop - start, *layout.shape[1:])))
+        elif layout.plain:
+            self._read_plain(layout, start, stop, out)
+        elif layout.kind == "inline":
+            out[...] = np.frombuffer(layout.inline, layout.dtype).reshape(layout.rows, layout.width)[start:stop]
+        else:
+            out[...] = np.frombuffer(layout.fill, layout.dtype)[0]
+
+    def _read_plain(self, layout: Layout, start: int, stop: int, out: NDArray) -> None:
+        direct = out.dtype == layout.dtype and out.flags.c_contiguous
+        raw = out if direct else np.empty(out.shape, layout.dtype)
+        view = raw.data.cast("B") if raw.size else memoryview(b"")
+        if not self._fill(layout.path, layout.offset + start * layout.row_bytes, view):
+            raise DataError(
+                f"{layout.where(start, stop)}: the file ends before them; it was cut off after it was checked"
+            )
+        if not direct:
+            out[...] = raw
+
+    def _fill(self, path: str, offset: int, view: memoryview) -> bool:
+        handle = self._handles.get(path)
+        done = 0
+        while done < len(view):
+            count = os.preadv(handle, [view[done : done + PIECE_BYTES]], offset + done)
+            if count == 0:
+                return False
+            done += count
+        return True
+
+    def _read_chunked(self, layout: Layout, start: int, stop: int, out: NDArray) -> None:
+        rows = layout.chunk[0]
+        grid = layout.grid
+        for row in range(start // rows, -(-stop // rows)):
+            first, last = max(start, row * rows), min(stop, (row + 1) * rows)
+            whole = first == row * rows and last == min(layout.rows, (row + 1) * rows)
+            for rest in itertools.product(*map(range, grid[1:])):
+                chunk = self._chunk(layout, (row, *rest), keep=not whole)
+                places = [slice(k * step, min(size, (k + 1) * step)) for k, step, size in
+                          zip(rest, layout.chunk[1:], layout.shape[1:], strict=True)]  # fmt: skip
+                inside = [slice(0, place.stop - place.start) for place in places]
+                out[(slice(first - start, last - start), *places)] = chunk[
+                    (slice(first - row * rows, last - row * rows), *inside)
+                ]
+
+    def _chunk(self, layout: Layout, cell: tuple[int, ...], keep: bool) -> NDArray:
+        number = int(np.ravel_multi_index(cell, layout.grid))
+        key = (layout.path, layout.name, number)
+        chunk = self._cache.get(key)
+        if chunk is None:
+            chunk = self._decoded(layout, cell, number)
+            if keep:
+                self._cache.put(key, chunk)
+        return chunk
+
+    def _decoded(self, layout: Layout, cell: tuple[int, ...], number: int) -> NDArray:
+        assert layout.chunks is not None
+        offset, size, mask = (int(value) for value in layout.chunks[number])
+        if offset < 0:
+            return np.broadcast_to(np.frombuffer(layout.fill, layout.dtype)[0], layout.chunk)
+        first = cell[0] * layout.chunk[0]
+        where = layout.where(first, min(layout.rows, first + layout.chunk[0]))
+        stored = bytearray(size)
+        if not self._fill(layout.path, offset, memoryview(stored)):
+            raise DataError(f"{where}: the file ends before them; it was cut off after it was checked")
+        try:
+            return decode(layout, stored, mask)
+        except DamagedChunk as damage:
+            raise DataError(f"{where}: the chunk is damaged: {damage}; copy or make the file again") from None
+
+    def _read_verified(self, layout: Layout, start: int, stop: int, out: NDArray) -> None:
+        """Read whole checksum blocks around the rows, in bounded pieces, and compare."""
+        assert layout.checksums is not None
+        step = layout.checksum_rows
+        for block in range(start // step, -(-stop // step)):
+            low, high = block * step, min(layout.rows, (block + 1) * step)
+            raw = np.empty((high - low, layout.width), layout.dtype)
+            self._read(layout, low, high, raw)
+            if zlib.crc32(raw.data.cast("B")) != int(layout.checksums[block]):
+                raise DataError(
+                    f"{layout.where(low, high)}: the checksum does not match: the values were damaged after "
+                    "the file was written; copy or make the file again"
+                )
+            first, last = max(start, low), min(stop, high)
+            out[first - start : last - start] = raw[first - low : last - low]
+
+
+class _ChunkCache:
+    """Decoded chunks, the least recently used dropped first; bounded in bytes."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._held = 0
+        self._chunks: OrderedDict[tuple[str, str, int], NDArray] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[str, str, int]) -> NDArray | None:
+        with self._lock:
+            chunk = self._chunks.get(key)
+            if chunk is not None:
+                self._chunks.move_to_end(key)
+            return chunk
+
+    def put(self, key: tuple[str, str, int], chunk: NDArray) -> None:
+        with self._lock:
+            if key in self._chunks or chunk.nbytes > self._limit:
+                return
+            self._chunks[key] = chunk
+            self._held += chunk.nbytes
+            while self._held > self._limit:
+                self._held -= self._chunks.popitem(last=False)[1].nbytes

@@ -1,0 +1,50 @@
+"""Training rows kept in host memory: read once, then gathered batch by batch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distmlp.data.lanes import Lanes
+from distmlp.data.pool import Pool
+from distmlp.data.shards import Rows, Shards
+
+PIECE_BYTES = 16 << 20
+PLAN_ROWS = 1 << 15  # rows whose order is worked out at once
+
+
+def load(shards: Shards, rows: range, pool: Pool, out: Rows | None = None) -> Rows:
+    """Global `rows` in storage order, read by all threads of `pool`. Raises DataError."""
+    out = shards.empty(len(rows)) if out is None else out
+    step = max(1, PIECE_BYTES // max(1, shards.row_bytes))
+    tasks = []
+    for start in range(0, len(rows), step):
+        piece = slice(start, min(start + step, len(rows)))
+        part = out.map(lambda array, piece=piece: array[piece])
+        tasks.append(pool.submit(shards.read_into, rows.start + piece.start, rows.start + piece.stop, part))
+    for task in tasks:
+        task.settle()
+    for task in tasks:
+        task.result()
+    return out
+
+
+class Resident:
+    """All own rows in memory."""
+
+    def __init__(self, shards: Shards, lanes: Lanes, pool: Pool) -> None:
+        self._lanes = lanes
+        self._first = lanes.order.owned_rows(lanes.streams).start
+        self.rows = load(shards, lanes.order.owned_rows(lanes.streams), pool)
+        self._plan = (-1, range(0), np.empty(0, np.int64))  # epoch, own indices, their rows here
+
+    def batch(self, epoch: int, indices: range) -> Rows:
+        """The rows at own `indices` of `epoch`, copied."""
+        planned_epoch, planned, rows = self._plan
+        inside = planned.start <= indices.start and indices.stop <= planned.stop
+        if planned_epoch != epoch or not inside:
+            stop = min(self._lanes.count, max(indices.stop, indices.start + PLAN_ROWS))
+            planned = range(indices.start, stop)
+            rows = self._lanes.rows(epoch, planned) - self._first
+            self._plan = (epoch, planned, rows)
+        wanted = rows[indices.start - planned.start : indices.stop - planned.start]
+        return self.rows.map(lambda array: array.take(wanted, axis=0))

@@ -1,0 +1,252 @@
+"""The rows of all shards as one table: every file checked before the first step, then read by global row."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distmlp.data.inspection import Inspected, inspect_files
+from distmlp.data.layout import Layout
+from distmlp.data.reader import RowReader
+from distmlp.data.sources import expand
+from distmlp.data.values import check_values
+from distmlp.errors import DataError
+
+if TYPE_CHECKING:
+    from distmlp.comm.world import World
+
+ROLES = ("inputs", "targets", "sample_weights")
+SHOWN_PROBLEMS = 20
+
+
+class Names(Protocol):
+    """What `Shards.open` reads of `config.DataConfig`: the dataset names, "" for one that is not wanted."""
+
+    @property
+    def inputs(self) -> str: ...
+    @property
+    def targets(self) -> str: ...
+    @property
+    def sample_weights(self) -> str: ...
+
+
+@dataclass
+class Rows:
+    """Some rows, in their stored dtype and this machine's byte order."""
+
+    inputs: NDArray  # (rows, features)
+    targets: NDArray  # (rows, outputs), or (rows,) integer class labels
+    weights: NDArray | None = None  # (rows,)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def parts(self) -> tuple[NDArray, ...]:
+        """The arrays that are there, inputs first."""
+        return (self.inputs, self.targets) if self.weights is None else (self.inputs, self.targets, self.weights)
+
+    def map(self, function: Any) -> Rows:
+        """`function` of every array."""
+        return Rows(*map(function, self.parts))
+
+
+class Shards:
+    """All rows of some HDF5 files, in the order of their sorted paths.
+
+    `rows`; `features`; `outputs`: width of the targets, for labels the number of classes (the network's
+    output width where it is known, else the largest label + 1); `labels`: whether targets are class
+    labels; `loss`; `input_dtype`, `target_dtype`, `weight_dtype` (None without weights): of what `read`
+    gives; `paths`; `starts`: first global row of every file, and `rows` at the end.
+    """
+
+    def __init__(self, files: Sequence[dict[str, Layout]], *, labels: bool, classes: int, loss: str) -> None:
+        self.files = tuple(files)
+        self.paths = tuple(file["inputs"].path for file in files)
+        self.starts = np.cumsum([0] + [file["inputs"].rows for file in files])
+        self.rows = int(self.starts[-1])
+        self.labels, self.loss = labels, loss
+        first = self.files[0]
+        self.features = first["inputs"].width
+        self.input_dtype = _common_dtype(files, "inputs")
+        self.outputs = classes if labels else first["targets"].width if "targets" in first else 0
+        self.target_dtype = _common_dtype(files, "targets") if "targets" in first else np.dtype(np.float32)
+        if labels and self.target_dtype.kind == "f":  # int64 beside uint64
+            self.target_dtype = np.dtype(np.int64)
+        self.weight_dtype = _common_dtype(files, "sample_weights") if "sample_weights" in first else None
+        self._reader = RowReader()
+
+    @classmethod
+    def open(
+        cls,
+        names: Names,
+        world: World,
+        *,
+        patterns: str | Sequence[str] = (),
+        loss: str = "",
+        layers: Sequence[int] = (),
+    ) -> Shards:
+        """Find the files, check all of them, split over the ranks, and agree on what they hold. Collective.
+
+        `patterns` defaults to `names.train`. With `loss` or `names.targets` empty there are no targets
+        (prediction). `layers`: all widths of the network where they are known. Raises DataError naming
+        every bad file at once, on all ranks alike (AgreedError).
+        """
+        wanted = patterns or getattr(names, "train", ())
+        paths = world.broadcast(world.agree(lambda: expand(wanted) if world.rank == 0 else (), "finding the data"))
+        datasets = {role: getattr(names, role) for role in ROLES if getattr(names, role)}
+        if not loss:
+            datasets.pop("targets", None)
+        mine = paths[world.rank :: world.size]
+        inspected: list[Inspected] = [None] * len(paths)  # type: ignore[list-item]
+        answers = world.all_gather(world.agree(lambda: inspect_files(mine, datasets), "checking the data"))
+        for rank, answer in enumerate(answers):
+            inspected[rank :: world.size] = answer
+        problems = {item.path: item.problem for item in inspected if item.problem}
+        files = [item.layouts for item in inspected if not item.problem]
+        problems |= check_shapes(files, loss, layers)
+        world.agree(lambda: _refuse(problems, len(paths)), "checking the data")
+        labels = loss == "softmax_cross_entropy" and _one_number_a_row(files[0]["targets"])
+        shards = cls(files, labels=labels, classes=0, loss=loss)
+        found = world.all_gather(world.agree(lambda: check_values(shards, world.rank, world.size, layers)))
+        for more, _ in found:
+            for path, text in more.items():
+                problems.setdefault(path, text)
+        world.agree(lambda: _refuse(problems, len(paths)), "checking the data")
+        world.agree(lambda: _visible(files) if world.local_rank == 0 else None, "checking the data")
+        if labels:
+            shards.outputs = layers[-1] if layers else max(largest for _, largest in found) + 1
+        return shards
+
+    def read(self, start: int, stop: int) -> Rows:
+        """Global rows `start` to `stop - 1`. Raises DataError naming file, dataset and rows."""
+        rows = self.empty(stop - start)
+        self.read_into(start, stop, rows)
+        return rows
+
+    def empty(self, count: int, lanes: tuple[int, ...] = ()) -> Rows:
+        """Uninitialised arrays for `count` rows; with `lanes`, of shape (count, *lanes, …)."""
+        shape = (count, *lanes)
+        targets = shape if self.labels else (*shape, self.outputs)
+        return Rows(
+            np.empty((*shape, self.features), self.input_dtype),
+            np.empty(targets, self.target_dtype),
+            None if self.weight_dtype is None else np.empty(shape, self.weight_dtype),
+        )
+
+    def read_into(self, start: int, stop: int, out: Rows) -> None:
+        """Global rows `start` to `stop - 1` into arrays made by `empty`."""
+        number = int(np.searchsorted(self.starts, start, side="right")) - 1
+        done = 0
+        while start + done < stop:
+            base, end = int(self.starts[number]), int(self.starts[number + 1])
+            count = min(stop, end) - (start + done)
+            first = start + done - base
+            for role, array in zip(ROLES, (out.inputs, out.targets, out.weights), strict=True):
+                layout = self.files[number].get(role)
+                if layout is not None and array is not None:
+                    part = array[done : done + count]
+                    self._reader.read(layout, first, first + count, part.reshape(count, layout.width))
+            done += count
+            number += 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in memory: inputs, targets and weight."""
+        return sum(part.nbytes for part in self.empty(1).parts)
+
+    def locate(self, rows: NDArray | Sequence[int]) -> str:
+        """Where global rows lie, for messages: "file.h5 rows 3, 7; other.h5 row 0" (rows counted per file)."""
+        rows = np.unique(np.asarray(rows, np.int64))
+        numbers = np.searchsorted(self.starts, rows, side="right") - 1
+        parts = []
+        for number in np.unique(numbers):
+            local = rows[numbers == number] - self.starts[number]
+            shown = ", ".join(map(str, local[:10])) + (f" and {len(local) - 10} more" if len(local) > 10 else "")
+            parts.append(f"{self.paths[number]} row{'s' if len(local) > 1 else ''} {shown}")
+        return "; ".join(parts)
+
+
+def check_shapes(files: Sequence[dict[str, Layout]], loss: str, layers: Sequence[int]) -> dict[str, str]:
+    """Path → what is wrong with the shapes of a file, by itself or beside the others and the network."""
+    problems: dict[str, str] = {}
+    widths: dict[str, tuple[int, str]] = {}
+    for file in files:
+        text = _shape_problem(file, loss, layers)
+        for role in ("inputs", "targets"):
+            if not text and role in file:
+                layout = file[role]
+                width, path = widths.setdefault(role, (layout.width, layout.path))
+                if layout.width != width:
+                    text = f"dataset `{layout.name}` has rows of {layout.width} numbers, but {path} has {width}"
+        if text:
+            problems[file["inputs"].path] = text
+    if files and not problems and not sum(file["inputs"].rows for file in files):
+        problems[files[0]["inputs"].path] = "there is not one row in all the files"
+    return problems
+
+
+def _shape_problem(file: dict[str, Layout], loss: str, layers: Sequence[int]) -> str:
+    inputs, targets, weights = (file.get(role) for role in ROLES)
+    assert inputs is not None
+    if inputs.width == 0:
+        return f"dataset `{inputs.name}` {inputs.shape} has rows without numbers"
+    if layers and inputs.width != layers[0]:
+        return (
+            f"dataset `{inputs.name}` {inputs.shape} has {inputs.width} numbers a row, but model.layers begins with "
+            f"{layers[0]}; set model.layers to begin with {inputs.width}, or use model.hidden"
+        )
+    for other in (targets, weights):
+        if other is not None and other.rows != inputs.rows:
+            return f"`{inputs.name}` has {inputs.rows} rows, but `{other.name}` has {other.rows}; expected as many"
+    if weights is not None and weights.width != 1:
+        return f"dataset `{weights.name}` {weights.shape}: expected one weight a row"
+    if targets is None:
+        return ""
+    if targets.width == 0:
+        return f"dataset `{targets.name}` {targets.shape} has rows without numbers"
+    labels = loss == "softmax_cross_entropy" and _one_number_a_row(targets)
+    if layers and not labels and targets.width != layers[-1]:
+        return (
+            f"dataset `{targets.name}` {targets.shape} has {targets.width} numbers a row, but model.layers ends with "
+            f"{layers[-1]}; set model.layers to end with {targets.width}, or use model.hidden"
+        )
+    return ""
+
+
+def _one_number_a_row(targets: Layout) -> bool:
+    return targets.width == 1
+
+
+def _common_dtype(files: Sequence[dict[str, Layout]], role: str) -> np.dtype:
+    return np.result_type(*{file[role].native for file in files})
+
+
+def _refuse(problems: dict[str, str], files: int) -> None:
+    if not problems:
+        return
+    lines = [f"{path}: {text}" for path, text in sorted(problems.items())]
+    if len(lines) == 1:
+        raise DataError(lines[0])
+    more = [f"… and {len(lines) - SHOWN_PROBLEMS} more"] if len(lines) > SHOWN_PROBLEMS else []
+    raise DataError("\n  ".join([f"{len(lines)} of {files} files cannot be used:", *lines[:SHOWN_PROBLEMS], *more]))
+
+
+def _visible(files: Sequence[dict[str, Layout]]) -> None:
+    """Every host must see the files that one of its ranks may have to read."""
+    problems = {}
+    for file in files:
+        layout = file["inputs"]
+        try:
+            size = os.stat(layout.path).st_size
+        except OSError as error:
+            problems[layout.path] = f"another host reads it, this one cannot: {(error.strerror or str(error)).lower()}"
+            continue
+        if size < layout.file_bytes:
+            problems[layout.path] = f"has {size} bytes here and {layout.file_bytes} on another host"
+    _refuse(problems, len(files))
