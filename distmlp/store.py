@@ -123,23 +123,22 @@ class Store:
     def _write(self, path: Path, checkpoint: Checkpoint) -> None:
         try:
             save(path, checkpoint, self._network)
-            self._retain(path)
+            self._retain(path, checkpoint.step)
         except BaseException as error:  # handed to the training thread, which raises it
             self._error = error
 
-    def _retain(self, written: Path) -> None:
+    def _retain(self, written: Path, step: int) -> None:
         """Remove all but the newest `keep` and the best.
 
         Files whose seal is broken help nobody; those of later steps were passed over as damaged on resume.
         """
         seals = {path: seal for path in _files(self._directory) if (seal := _seal(path))}
-        here = seals[written].step
-        seals = {path: seal for path, seal in seals.items() if seal.step <= here}
+        seals = {path: seal for path, seal in seals.items() if seal.step <= step}
         by_step = sorted(seals, key=lambda path: (seals[path].step, path.name))
         kept = {written, *by_step[-self._keep :]}
-        validated = [path for path in by_step if seals[path].validation is not None]
-        if validated:
-            kept.add(min(validated, key=lambda path: (seals[path].validation or 0.0, seals[path].step)))
+        ranked = [(seal.validation, seal.step, path) for path, seal in seals.items() if seal.validation is not None]
+        if ranked:
+            kept.add(min(ranked)[2])
         for path in _files(self._directory):
             if path not in kept:
                 with suppress(OSError):  # one too many is no reason to end a run
