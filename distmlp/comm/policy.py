@@ -5,14 +5,15 @@ The one place that prints errors, aborts MPI and chooses exit codes. Imports not
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn
 
 from distmlp.comm.hints import rank_hint, read_launch
 from distmlp.errors import AgreedError, DistmlpError
@@ -32,13 +33,12 @@ def guarded(main: Callable[[], int | None]) -> NoReturn:
     A `DistmlpError` becomes one message and its exit code, any other exception one traceback and 1. A fault
     that only this rank knows of ends the whole job, since the others may be inside a collective.
     """
-    muted = _mute_all_but_first()
+    hold_output()
     try:
         code = main() or 0
     except SystemExit as stop:  # argument parsers end like this, after they printed
         code = _system_exit_code(stop)
     except BaseException as error:
-        _unmute(muted)
         report(error)
     leave(code)
 
@@ -54,8 +54,6 @@ def report(error: BaseException) -> NoReturn:
     if world is None:  # alone, or under a launcher that the MPI library does not know
         if rank_hint() == 0:
             _tell(_worded(fault, ""))
-        else:
-            time.sleep(_EXCHANGE_SECONDS)  # a launcher may kill rank 0 as soon as another rank ends
         leave(fault[0])
     where = f"rank {world.rank} on host {world.host}" if world.size > 1 else ""
     with suppress(Exception):  # MPI itself may be what failed
@@ -74,13 +72,16 @@ def report(error: BaseException) -> NoReturn:
 
 def leave(code: int) -> NoReturn:
     """End this process as all the others do: MPI finalized, output flushed, exit code `code`."""
-    if "distmlp.comm.world" in sys.modules:
-        from distmlp.comm import world
+    world = _current()
+    if world is None or world.communicator is None:
+        if code != 0 and rank_hint() > 0:
+            time.sleep(_EXCHANGE_SECONDS)  # launchers kill the others when one ends: rank 0 has to speak first
+        sys.exit(code)
+    from distmlp.comm import world as worlds
 
-        world.close()
+    worlds.close()
     _flush()
-    # not sys.exit: threads that wait in a read would keep the process, and others' exit hooks may wait for ever
-    os._exit(code)
+    _exit_from_c(code)
 
 
 def abandon(code: int) -> NoReturn:
@@ -112,6 +113,8 @@ def _fault(error: BaseException) -> tuple[int, str]:
         return error.exit_code, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
+    import traceback
+
     return 1, "".join(traceback.format_exception(error)).rstrip()
 
 
@@ -151,23 +154,39 @@ def _system_exit_code(stop: SystemExit) -> int:
     return 1
 
 
-def _mute_all_but_first() -> tuple[TextIO, TextIO] | None:
-    """Under a launcher only rank 0 prints: without this every rank would show `--help` or the same usage error."""
-    if rank_hint() == 0:
-        return None
-    streams = sys.stdout, sys.stderr
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
-    return streams
+def hold_output() -> None:
+    """Under a launcher only rank 0 prints: without this every rank would show `--help` or the same usage error.
+
+    Standard output of the other ranks is dropped for good, standard error kept until `release_output`.
+    """
+    if rank_hint() > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
+        sys.stderr = io.StringIO()
 
 
-def _unmute(streams: tuple[TextIO, TextIO] | None) -> None:
-    if streams is not None:
-        sys.stdout, sys.stderr = streams
+def release_output() -> None:
+    """Let standard error through again, once ranks can tell each other apart; what was held is shown now."""
+    held = sys.stderr
+    if isinstance(held, io.StringIO) and sys.__stderr__ is not None:
+        sys.stderr = sys.__stderr__
+        if text := held.getvalue():
+            _tell(text.rstrip())
 
 
 def _tell(text: str) -> None:
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
+
+
+def _exit_from_c(code: int) -> NoReturn:
+    """End through C's `exit`: MPICH tells its launcher that all went well in an exit handler, without which hydra
+    kills the ranks that are still ending; but skip Python's end, which waits for threads."""
+    import ctypes
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(5)  # an exit handler may wait for ever too, for a lock of a thread that is stuck in a read
+    ctypes.PyDLL(None).exit(code)
+    os._exit(code)
 
 
 def _flush() -> None:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from numpy.typing import NDArray
 
-from distmlp.comm import hints
+from distmlp.comm import hints, policy
 from distmlp.comm.reduction import Reducer
 from distmlp.comm.threads import limit_blas_threads
 from distmlp.errors import AgreedError, DistmlpError, SystemUnfitError
@@ -97,7 +97,11 @@ class World:
     def abort(self, code: int) -> NoReturn:
         """End every process of the job with exit code `code`."""
         if self.size > 1:
-            self._communicator.Abort(code)
+            from mpi4py import MPI
+
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the reason is told; MPICH would add a line of its own
+            MPI.COMM_WORLD.Abort(code)
         os._exit(code)
 
 
@@ -166,6 +170,7 @@ def _open_mpi(launch: hints.Launch | None) -> World:
         raise _mismatch(launch, "the MPI library says rank 0 of 1", library, make)
     if world.size == 1:
         return World(None, library)
+    policy.release_output()
     # Our own communicator: a user's script may have messages of its own under way.
     opened = World(world.Dup(), library)
     limit_blas_threads(opened)
