@@ -34,7 +34,7 @@ _COUNTS = (
     "stale_validations",
     "rows",
 )
-_OPTIONAL = ("best", "validation")
+_OPTIONAL = ("best", "validation", "epoch_loss", "epoch_weight")
 _PAGE_BYTES = 4096
 
 
