@@ -13,14 +13,23 @@ import typer
 
 from distmlp import __version__
 
-_PLAIN = {"no_args_is_help": True, "rich_markup_mode": None, "add_completion": False}
-app = typer.Typer(help="Train multilayer perceptrons on many GPUs: one kernel launch a step.", **_PLAIN)
-data_app = typer.Typer(help="Look at shards, and make them from other formats.", **_PLAIN)
+app = typer.Typer(
+    help="Train multilayer perceptrons on many GPUs: one kernel launch a step.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+)
+data_app = typer.Typer(
+    help="Look at shards, and make them from other formats.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+)
 app.add_typer(data_app, name="data")
 
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint, or the output directory of a run.")]
 Data = Annotated[str, typer.Option("--data", metavar="GLOB", help="HDF5 shards.")]
-InputsName = Annotated[str, typer.Option("--inputs", metavar="NAME", help="Dataset of the inputs; default: as trained.")]
+InputsName = Annotated[str, typer.Option("--inputs", metavar="NAME", help="Dataset of the inputs (as trained).")]
 TargetsName = Annotated[str, typer.Option("--targets", metavar="NAME", help="Dataset of the targets.")]
 
 

@@ -6,6 +6,8 @@ Whatever else is raised is a bug of ours and ends with exit code 1 and a traceba
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class DistmlpError(Exception):
     """A fault with one clear message and no traceback."""
@@ -13,7 +15,7 @@ class DistmlpError(Exception):
     exit_code = 1
     agreed = False  # raised on every rank alike: rank 0 alone reports it
 
-    def on_every_rank(self) -> DistmlpError:
+    def on_every_rank(self) -> Self:
         """Mark as raised on every rank at the same point, and return self."""
         self.agreed = True
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from distmlp.engine import Engine
 from distmlp.engine.select import open_engine
 from distmlp.errors import DataError
 from distmlp.evaluation import evaluate, metrics, own_blocks
-from distmlp.tools.inspect import resolve_checkpoint
+from distmlp.store import resolve_checkpoint
 
 
 @dataclass
@@ -90,7 +91,7 @@ def run_predict(checkpoint: Path, data: str, out: Path, inputs: str) -> int:
                 return rows.start, probabilities(engine.predict(read.inputs), saved.config.model.loss)
 
             gathered = world.all_gather(world.agree(predict_block) if mine else world.agree(lambda: None))
-            world.agree(lambda parts=gathered: _write(writer, parts))
+            world.agree(partial(_write, writer, gathered))
         world.agree(lambda: writer.finish() if writer else None)
     finally:
         if writer:
@@ -112,14 +113,15 @@ def _open(checkpoint: Path, data: str, inputs: str, targets: str | None) -> tupl
     world = open_world()
     saved = world.agree(lambda: load_checkpoint(resolve_checkpoint(checkpoint)))
     trained = saved.config.data
+    with_targets = targets is not None
     chosen = DataConfig(
         train=str(Path(data).absolute()),
         inputs=inputs or trained.inputs,
         targets=targets or trained.targets,
-        sample_weights=trained.sample_weights if targets is not None else "",
+        sample_weights=trained.sample_weights if with_targets else "",
     )
     model = saved.config.model
-    shards = Shards.open(chosen, world, loss=model.loss, layers=model.layers, with_targets=targets is not None)
+    shards = Shards.open(chosen, world, loss=model.loss if with_targets else "", layers=model.layers)
     return world, saved, shards, _engine_for(saved, world)
 
 

@@ -1,0 +1,238 @@
+"""The training loop: a stretch of steps, then whatever is due: log, validate, save, stop."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from distmlp import output as outputs
+from distmlp.checkpoint import Checkpoint
+from distmlp.comm.signals import StopRequest
+from distmlp.comm.world import World, open_world
+from distmlp.config import Interval, RunConfig
+from distmlp.engine import StepReport
+from distmlp.errors import DivergedError, StoppedError
+from distmlp.evaluation import evaluate, metrics
+from distmlp.job import Job, open_job
+from distmlp.metrics import MeanLoss, Reporter, Throughput
+from distmlp.output import Summary
+from distmlp.schedule import learning_rates
+
+
+def train(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    world: World | None = None,
+    report: bool = False,
+) -> Summary:
+    """Train a network as `config` says and leave the results in `config.run.output`.
+
+    Call it on every rank of the job. `resume` continues from the newest good checkpoint, or starts anew where
+    there is none; `overwrite` removes an earlier run's results; `report` prints progress on rank 0.
+    Returns what `summary.json` holds. Raises DistmlpError: ConfigError, DataError, SystemUnfitError,
+    DivergedError, StoppedError (a signal; a checkpoint was saved).
+    """
+    world = world or open_world()
+    reporter = Reporter(world, report)
+    try:
+        with (
+            StopRequest() as stop,
+            open_job(
+                config, world, resume=resume, overwrite=overwrite, reporter=reporter, stop=lambda: stop.requested
+            ) as job,
+        ):
+            return Run(job).to_the_end()
+    finally:
+        reporter.close()
+
+
+class Run:
+    """A run under way. Every rank holds the same figures and takes the same decisions at the same step."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.began = time.perf_counter()
+        self.step, self.best, self.stale = job.start.step, job.start.best, job.start.stale_validations
+        self.skipped = job.start.skipped
+        self.samples = self._samples_until(self.step)
+        epoch = max(0, self.step - 1) // job.timeline.batches_per_epoch
+        self.epoch_loss = MeanLoss(epoch, job.start.epoch_loss, job.start.epoch_weight)
+        self.throughput = Throughput()
+        self.validated: dict[str, float] | None = None
+        self.validated_at = -1
+        self.saved_at = -1
+        self.saved_time = self.validated_time = self.began
+        self.sha256 = job.weights_sha256(job.start.state)
+
+    def to_the_end(self) -> Summary:
+        job, run = self.job, self.job.config.run
+        checkpoint_every, validate_every = Interval.parse(run.checkpoint_every), Interval.parse(run.validate_every)
+        job.reporter.start(self.step, job.timeline.total_steps)
+        status = "finished"
+        while self.step < job.timeline.total_steps:
+            target = job.timeline.next_event(self.step, run.log_every, (checkpoint_every, validate_every))
+            report, entry = self._advance(target)
+            last = self.step == job.timeline.total_steps
+            now = self._clock()
+            if job.validation and (last or job.timeline.due(validate_every, self.step, now - self.validated_time)):
+                entry |= self._validate()
+            tired = 0 < run.early_stopping <= self.stale
+            stopping = report.stopped and not last
+            if last or tired or stopping or job.timeline.due(checkpoint_every, self.step, now - self.saved_time):
+                self._save()
+            self._log(entry)
+            if tired:
+                status = "early_stopped"
+                break
+            if stopping:
+                summary = self._finish("stopped")
+                raise StoppedError(
+                    f"stopped by a signal after step {summary.steps}; the checkpoint is saved: continue with --resume"
+                ).on_every_rank()
+        if self.saved_at != self.step:
+            self._save()
+        return self._finish(status)
+
+    def _advance(self, target: int) -> tuple[StepReport, dict[str, Any]]:
+        """Train up to step `target` (or to where a signal stops it); the report and its log entry."""
+        job, config = self.job, self.job.config
+        epoch, first = job.timeline.position(self.step)
+        rates = learning_rates(
+            config.schedule, config.optimizer.learning_rate, self.step, target - self.step, job.timeline.total_steps
+        )
+        started = time.perf_counter()
+        report = job.engine.train(epoch, first, rates)
+        seconds = time.perf_counter() - started
+        if report.nonfinite is not None:
+            raise self._diverged(epoch, first + report.nonfinite)
+        self.step += report.steps
+        self.skipped += report.skipped
+        rows = self._samples_until(self.step) - self.samples
+        self.samples += rows
+        self.throughput.add(rows, seconds)
+        self.epoch_loss.add(epoch, report.losses, report.weights)
+        stretch = MeanLoss()
+        stretch.add(0, report.losses, report.weights)
+        return report, {
+            "step": self.step,
+            "epoch": epoch,
+            "loss": stretch.value,
+            "learning_rate": float(rates[max(report.steps - 1, 0)]),
+            "samples_per_second": self.throughput.latest,
+            "seconds": time.perf_counter() - self.began,
+            "train_seconds": seconds,
+            "data_wait_seconds": report.wait_seconds,
+            "communication_seconds": report.communication_seconds,
+        }
+
+    def _validate(self) -> dict[str, float]:
+        job = self.job
+        assert job.validation is not None
+        self.validated = metrics(evaluate(job.engine, job.validation, job.world), job.config.model.loss)
+        self.validated_at, self.validated_time = self.step, self._clock()
+        loss = self.validated["loss"]
+        if self.best is None or loss < self.best:
+            self.best, self.stale = loss, 0
+        else:
+            self.stale += 1
+        shown = ("loss", "accuracy", "rmse")
+        return {f"validation_{name}": self.validated[name] for name in shown if name in self.validated}
+
+    def _save(self) -> None:
+        """Hand a checkpoint to the writer; the same weights on all ranks are a condition."""
+        job = self.job
+        state = job.engine.state()
+        self.sha256 = job.weights_sha256(state)
+        epoch, step_in_epoch = job.timeline.position(self.step)
+        checkpoint = Checkpoint(
+            job.config,
+            state,
+            job.start.standardization,
+            epoch=epoch,
+            step=self.step,
+            step_in_epoch=step_in_epoch,
+            best=self.best,
+            stale_validations=self.stale,
+            validation=self.validated["loss"] if self.validated and self.validated_at == self.step else None,
+            skipped=self.skipped,
+            rows=job.shards.rows,
+            epoch_loss=self.epoch_loss.total,
+            epoch_weight=self.epoch_loss.weight,
+            versions=outputs.versions(mpi=job.world.library),
+            history=job.start.history,
+        )
+        job.world.agree(lambda: self._write(checkpoint), "saving")
+        self.saved_at, self.saved_time = self.step, self._clock()
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        self.job.output.check()
+        if self.job.store:
+            self.job.store.save(checkpoint)
+
+    def _log(self, entry: dict[str, Any]) -> None:
+        job = self.job
+        job.world.agree(lambda: job.output.record(entry), "metrics")
+        if job.events:
+            job.events.record(entry)
+        job.reporter.exchange()
+        job.reporter.log(entry)
+
+    def _finish(self, status: str) -> Summary:
+        """Wait for the last checkpoint to be on disk, then say how the run ended."""
+        job = self.job
+        job.world.agree(lambda: job.store.wait() if job.store else None, "saving")
+        if self.validated is None and job.validation:
+            self._validate()
+        summary = Summary(
+            status=status,
+            steps=self.step,
+            epochs=self.step / job.timeline.batches_per_epoch,
+            samples=self.samples,
+            ranks=job.world.size,
+            hosts=list(job.world.hosts),
+            engine=job.engine.name,
+            transport=getattr(job.engine, "transport", "none" if job.world.size == 1 else "mpi"),
+            precision=job.engine.precision,
+            loss=self.epoch_loss.value,
+            validation=self.validated,
+            seconds=time.perf_counter() - self.began,
+            samples_per_second=self.throughput.samples_per_second,
+            weights_sha256=self.sha256,
+            transfers=job.engine.transfers(),
+            versions=outputs.versions(mpi=job.world.library),
+        )
+        job.world.agree(lambda: job.output.finish(summary), "summary")
+        job.reporter.exchange()
+        return summary
+
+    def _diverged(self, epoch: int, batch: int) -> DivergedError:
+        """What is to blame for a non-finite loss or gradient: rows of the data, or the training itself."""
+        job = self.job
+        step = epoch * job.timeline.batches_per_epoch + batch
+        found = job.world.all_gather(job.world.agree(lambda: job.feed.blame(epoch, batch)))
+        blamed = [f"rank {rank}: {where}" for rank, where in enumerate(found) if where]
+        if blamed:
+            reason = f"the data holds values that are not finite ({'; '.join(blamed)}); mend those rows"
+        else:
+            reason = (
+                f"the data of that batch is finite, so the training diverged; lower optimizer.learning_rate "
+                f"({job.config.optimizer.learning_rate:g}) or set optimizer.clip_norm"
+            )
+        return DivergedError(
+            f"step {step} (epoch {epoch}, batch {batch}): loss or gradient is not finite: {reason}, or leave such "
+            "batches out with --set run.on_nonfinite=skip; nothing was updated, earlier checkpoints are intact"
+        ).on_every_rank()
+
+    def _samples_until(self, step: int) -> int:
+        """Rows trained on in the first `step` steps."""
+        epochs, batches = self.job.timeline.position(step)
+        return epochs * self.job.shards.rows + min(batches * self.job.config.data.batch, self.job.shards.rows)
+
+    def _clock(self) -> float:
+        """Rank 0's clock where a decision hangs on it: intervals in seconds must be due on all ranks at once."""
+        run = self.job.config.run
+        timed = any(Interval.parse(text).seconds for text in (run.checkpoint_every, run.validate_every))
+        now = time.perf_counter()
+        return self.job.world.broadcast(now) if timed else now
