@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from distmlp import __version__, lock, store
 from distmlp.config import RunConfig
 from distmlp.errors import CheckpointError, ConfigError
-from distmlp.events import EventFile, require_tensorboard
+from distmlp.events import require_tensorboard
 from distmlp.files import describe, leftovers, replace_file
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ class RunOutput:
         self._lock: lock.OutputLock | None = None
         self._metrics: int | None = None
         self._tensorboard = config.run.tensorboard
-        self._events: EventFile | None = None
         if resume and overwrite:
             raise ConfigError("--resume and --overwrite exclude each other").on_every_rank()
         world.agree(lambda: self._claim(resume, overwrite) if self._writes else None)
@@ -80,19 +79,12 @@ class RunOutput:
             os.unlink(self.path / SUMMARY)  # it told of an end that is none
         path = self.path / METRICS
         _replace(path, "".join(_lines_until(path, step)))
-        if self._tensorboard:
-            self._events = EventFile(self.path / EVENTS)
         self._metrics = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
     def record(self, entry: dict[str, Any]) -> None:
-        """Append one line to `metrics.jsonl` (numbers that are not finite become null) and to the event file.
-
-        Raises CheckpointError.
-        """
+        """Append one line to `metrics.jsonl`; numbers that are not finite become null. Raises CheckpointError."""
         if self._metrics is None:
             return
-        if self._events is not None:
-            self._events.record(entry)
         data = memoryview((strict_json(entry) + "\n").encode())
         try:
             while data:
@@ -119,8 +111,6 @@ class RunOutput:
         if self._metrics is not None:
             os.close(self._metrics)
             self._metrics = None
-        if self._events is not None:
-            self._events.close()
         if self._lock is not None:
             self._lock.release()
             with suppress(OSError):  # a run that never began must not stand in the way of the next try
