@@ -29,7 +29,7 @@ class Activation:
 
 
 def _relu_chain(gradient: NDArray, z: NDArray, output: NDArray) -> None:
-    gradient *= np.sign(output)  # an output of relu is 0 or positive, so its sign is the slope
+    gradient *= output > 0
 
 
 def _leaky_relu(z: NDArray, out: NDArray) -> None:
@@ -37,7 +37,7 @@ def _leaky_relu(z: NDArray, out: NDArray) -> None:
 
 
 def _leaky_relu_chain(gradient: NDArray, z: NDArray, output: NDArray) -> None:
-    np.multiply(gradient, gradient.dtype.type(LEAKY_SLOPE), out=gradient, where=output <= 0)
+    gradient *= np.where(output > 0, z.dtype.type(1), z.dtype.type(LEAKY_SLOPE))
 
 
 def _elu(z: NDArray, out: NDArray) -> None:
