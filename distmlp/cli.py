@@ -96,5 +96,5 @@ def _dispatch(arguments: list[str]) -> int:
         if hasattr(error, "format_message"):  # typer's usage errors, by shape: their class moved between releases
             context = getattr(error, "ctx", None)
             where = context.command_path if context else "distmlp"
-            raise ConfigError(f"{where}: {error.format_message()} See `{where} --help`.").on_every_rank() from None
+            raise ConfigError(f"{where}: {error.format_message()} See `{where} --help`.") from None
         raise

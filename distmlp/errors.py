@@ -6,19 +6,11 @@ Whatever else is raised is a bug of ours and ends with exit code 1 and a traceba
 
 from __future__ import annotations
 
-from typing import Self
-
 
 class DistmlpError(Exception):
     """A fault with one clear message and no traceback."""
 
     exit_code = 1
-    agreed = False  # raised on every rank alike: rank 0 alone reports it
-
-    def on_every_rank(self) -> Self:
-        """Mark as raised on every rank at the same point, and return self."""
-        self.agreed = True
-        return self
 
 
 class ConfigError(DistmlpError):
@@ -60,8 +52,6 @@ class AgreedError(DistmlpError):
 
     The message lists what each failing rank said. `exit_code` is that of the gravest fault.
     """
-
-    agreed = True
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)

@@ -79,7 +79,7 @@ def open_job(
             raise ConfigError(
                 f"data.streams = {config.data.streams}: fewer than the {world.size} ranks; a rank owns whole streams: "
                 f"set data.streams to {world.size} or more (a multiple shares the work evenly)"
-            ).on_every_rank()
+            )
         network = network_of(config)
         output = RunOutput(config, world, resume, overwrite)
         stack.callback(output.close)

@@ -63,7 +63,7 @@ class RunOutput:
         self._metrics: int | None = None
         self._tensorboard = config.run.tensorboard
         if resume and overwrite:
-            raise ConfigError("--resume and --overwrite exclude each other").on_every_rank()
+            raise ConfigError("--resume and --overwrite exclude each other")
         world.agree(lambda: self._claim(resume, overwrite) if self._writes else None)
 
     def begin(self, config: RunConfig, step: int) -> None:

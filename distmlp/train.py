@@ -90,7 +90,7 @@ class Run:
                 summary = self._finish("stopped")
                 raise StoppedError(
                     f"stopped by a signal after step {summary.steps}; the checkpoint is saved: continue with --resume"
-                ).on_every_rank()
+                )
         if self.saved_at != self.step:
             self._save()
         return self._finish(status)
@@ -223,7 +223,7 @@ class Run:
         return DivergedError(
             f"step {step} (epoch {epoch}, batch {batch}): loss or gradient is not finite: {reason}, or leave such "
             "batches out with --set run.on_nonfinite=skip; nothing was updated, earlier checkpoints are intact"
-        ).on_every_rank()
+        )
 
     def _samples_until(self, step: int) -> int:
         """Rows trained on in the first `step` steps."""
