@@ -27,17 +27,12 @@ from numpy.typing import NDArray
 from distmlp.autopsy import explained
 from distmlp.config import RunConfig
 from distmlp.engine import Standardization, State
+from distmlp.engine.optimizers import slot_names
 from distmlp.errors import CheckpointError, ConfigError
 from distmlp.files import PIECE_BYTES, describe, replace_file
 from distmlp.hdf5_layout import Layout, read_layout, write_layout
 from distmlp.network import Network
 from distmlp.seal import FORMAT, FORMAT_VERSION, SEAL_BYTES, Seal, Sealing, breakage, newer_format
-
-SLOTS = {
-    "sgd": (), "momentum": ("momentum",), "nesterov": ("momentum",), "rmsprop": ("second_moment",),
-    "adam": ("first_moment", "second_moment"), "adamw": ("first_moment", "second_moment"),
-    "lamb": ("first_moment", "second_moment"),
-}  # fmt: skip
 
 
 @dataclass
@@ -231,7 +226,7 @@ def _expected(attributes: dict[str, Any], where: str) -> dict[str, tuple[str, tu
         raise newer_format(where, attributes["format_version"])
     config = _config(attributes, where)
     network = network_of(config)
-    groups = ["/model", *(f"/optimizer/{slot}" for slot in SLOTS[config.optimizer.name])]
+    groups = ["/model", *(f"/optimizer/{slot}" for slot in slot_names(config.optimizer.name))]
     groups += ["/ema"] if config.run.ema_decay else []
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for group in groups:
@@ -253,7 +248,7 @@ def _checkpoint(
         for side in ("inputs", "targets")
         if f"/standardization/{side}/mean" in tensors
     }
-    slots = {slot: flats[f"/optimizer/{slot}"] for slot in SLOTS[config.optimizer.name]}
+    slots = {slot: flats[f"/optimizer/{slot}"] for slot in slot_names(config.optimizer.name)}
     versions, history = _notes(attributes, where)
     return Checkpoint(
         config=config,
