@@ -77,12 +77,12 @@ class Reducer:
         own = piece[starts[self._rank] : starts[self._rank + 1]]
         parts = self._buffer(self._size * own.size, piece.dtype).reshape(self._size, -1)  # (ranks, own elements)
         self._communicator.Alltoallv(
-            (piece, counts, starts[:-1]),
-            (parts, [own.size] * self._size, [rank * own.size for rank in range(self._size)]),
+            (piece, (counts, starts[:-1])),
+            (parts, ([own.size] * self._size, [rank * own.size for rank in range(self._size)])),
         )
         _add_rows(parts, own)
         result = self._buffer(piece.size, piece.dtype, "result")
-        self._communicator.Allgatherv(own, (result, counts, starts[:-1]))
+        self._communicator.Allgatherv(own, (result, (counts, starts[:-1])))
         piece[:] = result
 
     def _buffer(self, size: int, dtype: Any, use: str = "") -> NDArray:
