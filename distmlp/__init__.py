@@ -10,9 +10,9 @@ __all__ = ["RunConfig", "__version__", "load", "train"]
 if TYPE_CHECKING:
     from distmlp.config import RunConfig
     from distmlp.model import load
-    from distmlp.train import train
+    from distmlp.training import train
 
-_HOMES = {"RunConfig": "distmlp.config", "train": "distmlp.train", "load": "distmlp.model"}
+_HOMES = {"RunConfig": "distmlp.config", "train": "distmlp.training", "load": "distmlp.model"}
 
 
 def __getattr__(name: str) -> Any:  # what `import distmlp` costs must not include NumPy, pydantic or MPI

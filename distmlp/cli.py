@@ -51,7 +51,7 @@ def train(
     """Train a network; under mpirun or srun, on all ranks."""
     from distmlp.comm.world import open_world
     from distmlp.config import RunConfig
-    from distmlp.train import train as run_training
+    from distmlp.training import train as run_training
 
     world = open_world()
     config = world.agree(lambda: RunConfig.load(run, set_, output))
