@@ -6,8 +6,6 @@ README.md is made from it.
 
 from __future__ import annotations
 
-import difflib
-import math
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -18,14 +16,17 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from distmlp.config_messages import explain, short
 from distmlp.errors import ConfigError
+from distmlp.overrides import anchor_paths, apply_override
 
-Activation = Literal[
-    "relu", "leaky_relu", "elu", "gelu", "silu", "tanh", "sigmoid", "softplus", "sine", "identity"
-]
+Activation = Literal["relu", "leaky_relu", "elu", "gelu", "silu", "tanh", "sigmoid", "softplus", "sine", "identity"]
 Loss = Literal["mse", "mae", "huber", "binary_cross_entropy", "softmax_cross_entropy"]
 Init = Literal["he_normal", "he_uniform", "glorot_normal", "glorot_uniform", "lecun_normal", "zeros"]
 Width = Annotated[int, Field(ge=1, le=1 << 24)]
+# Bounds that keep products of two within 64 bits, and the sample order's epoch within 32.
+_MOST = 1 << 40
+_MOST_STEPS = (1 << 32) - 1
 
 _INTERVAL = re.compile(r"(\d+(?:\.\d+)?)\s*(epoch|step|second|minute|hour)s?")
 _SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
@@ -43,7 +44,7 @@ class Interval:
     def parse(cls, text: str) -> Interval:
         """Read "1 epoch", "500 steps", "90 seconds", "10 minutes", "2 hours"."""
         match = _INTERVAL.fullmatch(text.strip())
-        if match is None or not (value := float(match[1])) > 0:
+        if match is None or not 0 < (value := float(match[1])) <= _MOST:
             raise ValueError('expected a positive number and a unit, such as "1 epoch", "500 steps" or "10 minutes"')
         if match[2] in _SECONDS:
             return cls(seconds=value * _SECONDS[match[2]])
@@ -74,16 +75,18 @@ class ModelConfig(_Section):
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
         if bool(self.layers) == (self.hidden is not None):
-            raise ValueError("give exactly one of `layers` (all widths) and `hidden` (hidden widths)")
+            given = f"`layers` = {short(self.layers)} and `hidden` = {short(self.hidden)}" if self.layers else "neither"
+            raise ValueError(f"give exactly one of `layers` (all widths) and `hidden` (hidden widths), not {given}")
         if self.layers and len(self.layers) < 2:
-            raise ValueError("`layers` needs at least an input and an output width")
+            raise ValueError(f"`layers` = {short(self.layers)} needs at least an input and an output width")
         hidden = len(self.layers) - 2 if self.layers else len(self.hidden or ())
         if hidden + 1 > 64:
             raise ValueError(f"{hidden + 1} layers; at most 64 are supported")
         if not isinstance(self.activation, str) and len(self.activation) != hidden:
             raise ValueError(f"`activation` lists {len(self.activation)} names for {hidden} hidden layers")
         if "cross_entropy" in self.loss and self.output_activation != "identity":
-            raise ValueError(f"loss {self.loss} takes logits: `output_activation` must be identity")
+            given = f"`output_activation` = {self.output_activation!r}"
+            raise ValueError(f"{given}: must be identity, as `loss` {self.loss} takes logits")
         return self
 
 
@@ -98,7 +101,9 @@ class DataConfig(_Section):
     standardize: Literal["none", "inputs", "both"] = Field(
         "inputs", description="to mean 0 and deviation 1 of the training set; kept in the checkpoint"
     )
-    batch: int = Field(1024, ge=1, description="rows of a GLOBAL batch: training is the same at any number of ranks")
+    batch: int = Field(
+        1024, ge=1, le=_MOST, description="rows of a GLOBAL batch: training is the same at any number of ranks"
+    )
     streams: int = Field(16, ge=1, le=1 << 20, description="lanes of the sample order; at least the number of ranks")
     shuffle: bool = Field(True, description="shuffle blocks, then rows within windows of blocks, anew every epoch")
     residence: Literal["auto", "device", "host", "stream"] = Field(
@@ -134,8 +139,8 @@ class ScheduleConfig(_Section):
     """The learning rate over the steps."""
 
     name: Literal["constant", "step", "cosine", "linear", "one_cycle"] = Field("constant", description="shape")
-    warmup_steps: int = Field(0, ge=0, description="linear rise to the base rate over so many steps")
-    step_size: int = Field(1000, ge=1, description="steps between the drops of `step`")
+    warmup_steps: int = Field(0, ge=0, le=_MOST, description="linear rise to the base rate over so many steps")
+    step_size: int = Field(1000, ge=1, le=_MOST, description="steps between the drops of `step`")
     factor: float = Field(0.1, gt=0, le=1, description="what each drop of `step` multiplies by")
     final_fraction: float = Field(
         0.0, ge=0, le=1, description="fraction of the base rate at the end of cosine, linear, one_cycle"
@@ -146,8 +151,10 @@ class ScheduleConfig(_Section):
 class RunSection(_Section):
     """How the run goes and what it leaves behind."""
 
-    epochs: int = Field(0, ge=0, description="passes over the data (default 10 where `steps` is not given)")
-    steps: int = Field(0, ge=0, description="optimizer steps, instead of `epochs`")
+    epochs: int = Field(
+        0, ge=0, le=_MOST_STEPS, description="passes over the data (default 10 where `steps` is not given)"
+    )
+    steps: int = Field(0, ge=0, le=_MOST_STEPS, description="optimizer steps, instead of `epochs`")
     seed: int = Field(0, ge=0, lt=1 << 63, description="of the initial weights and the sample order")
     engine: Literal["auto", "fused", "reference"] = Field("auto", description="auto: fused where there is a GPU")
     precision: Literal["fp32", "tf32", "bf16"] = Field(
@@ -156,13 +163,13 @@ class RunSection(_Section):
     transport: Literal["auto", "mpi", "staged", "nccl", "peer"] = Field("auto", description="the all-reduce")
     output: str = Field("run", min_length=1, description="directory of the results, relative to this file")
     checkpoint_every: str = Field("1 epoch", description='interval: "1 epoch", "500 steps" or "10 minutes"')
-    keep: int = Field(3, ge=1, description="newest checkpoints kept, besides the best")
-    log_every: int = Field(50, ge=1, description="steps between log lines")
+    keep: int = Field(3, ge=1, le=_MOST, description="newest checkpoints kept, besides the best")
+    log_every: int = Field(50, ge=1, le=_MOST, description="steps between log lines")
     validate_every: str = Field("1 epoch", description="interval between validations")
     on_nonfinite: Literal["stop", "skip"] = Field(
         "stop", description="at a non-finite loss or gradient: end the run, or leave out that batch"
     )
-    early_stopping: int = Field(0, ge=0, description="validations without improvement before the end; 0: off")
+    early_stopping: int = Field(0, ge=0, le=_MOST, description="validations without improvement before the end; 0: off")
     ema_decay: float = Field(0.0, ge=0, lt=1, description="of an average of the weights beside them; 0: off")
     reproducible: Literal["run", "ranks"] = Field(
         "run", description="same bits from run to run, or also across rank counts"
@@ -194,7 +201,7 @@ class RunSection(_Section):
     @model_validator(mode="after")
     def _check(self) -> RunSection:
         if self.epochs and self.steps:
-            raise ValueError("give `epochs` or `steps`, not both")
+            raise ValueError(f"give `epochs` or `steps`, not both ({self.epochs} and {self.steps})")
         return self
 
 
@@ -223,14 +230,16 @@ class RunConfig(_Section):
         try:
             document = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError(f"configuration {path}: {error.strerror or error}; give the path of a TOML file") from None
+            raise ConfigError(
+                f"configuration {path}: {error.strerror or error}; give the path of a TOML file"
+            ) from None
         except UnicodeDecodeError as error:
             raise ConfigError(f"configuration {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
         except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
             raise ConfigError(f"configuration {path}: not valid TOML: {error or 'nested too deeply'}") from None
-        _anchor_paths(document, path.parent)
+        anchor_paths(document, path.parent)
         for override in overrides:
-            _apply_override(document, override)
+            apply_override(document, override, sections())
         if output is not None:
             run = document.setdefault("run", {})
             if isinstance(run, dict):
@@ -247,13 +256,13 @@ class RunConfig(_Section):
         return cls.parse(document, source)
 
     @classmethod
-    def parse(cls, document: dict[str, Any], source: str = "configuration") -> RunConfig:
+    def parse(cls, document: dict[str, Any], source: str = "") -> RunConfig:
         """Check a nested dictionary. Raises ConfigError naming every bad key, its value and its nearest known key."""
         try:
             return cls.model_validate(_tuples(document))
         except ValidationError as error:
-            lines = "\n".join(f"  {line}" for line in _explain(error))
-            raise ConfigError(f"configuration {source}:\n{lines}") from None
+            lines = "\n".join(f"  {line}" for line in explain(error, sections()))
+            raise ConfigError(f"{' '.join(('configuration', source)).strip()}:\n{lines}") from None
 
     def to_toml(self) -> str:
         """The configuration with every default written out; `from_toml` reads it back to an equal one."""
@@ -307,77 +316,3 @@ def _tuples(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_tuples(item) for item in value)
     return value
-
-
-_PATHS = (("data", "train"), ("data", "validation"), ("run", "output"))
-
-
-def _anchor_paths(document: dict[str, Any], folder: Path) -> None:
-    for section, key in _PATHS:
-        keys = document.get(section)
-        if isinstance(keys, dict) and key in keys:
-            keys[key] = _anchored(keys[key], folder)
-
-
-def _anchored(value: Any, folder: Path) -> Any:
-    if isinstance(value, str) and value:
-        return str((folder / value).absolute())
-    if isinstance(value, list):
-        return [_anchored(item, folder) for item in value]
-    return value
-
-
-def _apply_override(document: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
-    section, dot, key = name.strip().partition(".")
-    if not (equals and dot and section and key):
-        raise ConfigError(f"--set {override}: expected section.key=VALUE, such as --set data.batch=256")
-    if section not in sections():
-        raise ConfigError(f"--set {override}: unknown section `{section}`{_nearest(section, sections())}")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError, ValueError, KeyError):
-        value = text.strip()  # a bare word is a string
-    if (section, key) in _PATHS:
-        value = _anchored(value, Path.cwd())
-    keys = document.setdefault(section, {})
-    if not isinstance(keys, dict):
-        raise ConfigError(f"--set {override}: `{section}` is not a section in the configuration file")
-    keys[key] = value
-    exclusive = {("model", "layers"): "hidden", ("model", "hidden"): "layers", ("run", "epochs"): "steps",
-                 ("run", "steps"): "epochs"}  # fmt: skip
-    if (section, key) in exclusive:  # the later word wins over the file's
-        keys.pop(exclusive[section, key], None)
-
-
-def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
-    return f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(known)}"
-
-
-def _explain(error: ValidationError) -> Iterator[str]:
-    seen = set()
-    for item in error.errors():
-        path = [str(part) for part in item["loc"]]
-        section, key = path[0] if path else "", path[1] if len(path) > 1 else ""
-        name = f"{section}.{key}" if key else section
-        model = sections().get(section)
-        if item["type"] == "extra_forbidden":
-            known = model.model_fields if model and key else sections()
-            line = f"{name}: unknown key{_nearest(key or section, known)}"
-        elif item["type"] == "missing":
-            line = f"{name}: missing; it has no default" if key else f"[{section}]: this section is missing"
-        else:
-            reason = item["msg"].removeprefix("Value error, ")
-            value = "" if isinstance(item["input"], dict | BaseModel) else f" = {_short(item['input'])}"
-            line = f"{name}{value}: {reason[:1].lower()}{reason[1:]}"
-        if line not in seen and (name, "union") not in seen:
-            seen.add(line)
-            yield line
-
-
-def _short(value: Any) -> str:
-    text = repr(list(value) if isinstance(value, tuple) else value)
-    if isinstance(value, float) and not math.isfinite(value):
-        text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
