@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from distmlp.checkpoint import Checkpoint, load
 from distmlp.errors import CheckpointError, ConfigError, SystemUnfitError
 from distmlp.files import describe, replace_file
-from distmlp.tools.inspect import resolve_checkpoint
+from distmlp.store import resolve_checkpoint
 
 
 def run_export(checkpoint: Path, to: str, out: Path) -> int:

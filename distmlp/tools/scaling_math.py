@@ -1,12 +1,10 @@
-"""The arithmetic of scaling studies: block times, speed-up, efficiency, where the time goes. Pure."""
+"""The arithmetic of scaling studies: timed blocks, speed-up, efficiency, where the time goes. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -31,16 +29,50 @@ class Measured:
         return -(-self.batch // self.ranks)
 
 
-def block_times(steps: Sequence[int], seconds: Sequence[float], warmup_steps: int) -> NDArray:
-    """Microseconds a step of every block between two log lines, those that begin in the warm-up left out.
+@dataclass(frozen=True)
+class Block:
+    """Some steps between two log points, and the seconds they took. `None`: not recorded."""
 
-    `steps` and `seconds` are the counters of the lines, in order. Float64; pairs in which a counter did not
-    grow (a resumed run starts its clock anew) are no blocks.
+    steps: int
+    seconds: float  # wall time of the loop
+    communication_seconds: float | None
+    wait_seconds: float | None  # for data
+    other_seconds: float | None  # outside the engine: logging, bookkeeping
+
+
+def time_blocks(lines: Sequence[Mapping[str, Any]], steps: int) -> list[Block]:
+    """Blocks of `steps` steps from the lines of a `metrics.jsonl`, in order.
+
+    Lines at multiples of `steps` are the bounds (those of epoch ends lie within a block). The time is the wall
+    clock's; where a validation lies within, that of the training stretches alone. Bounds between which the
+    clock did not run on (a resumed run starts it anew) make no block.
     """
-    step, second = np.asarray(steps, np.float64), np.asarray(seconds, np.float64)
-    done, took, start = np.diff(step), np.diff(second), step[:-1]
-    good = (done > 0) & (took > 0) & (start >= warmup_steps)
-    return took[good] * 1e6 / done[good]
+    blocks, start = [], -1
+    for end, line in enumerate(lines):
+        if line["step"] % steps:
+            continue
+        if start >= 0 and line["step"] > lines[start]["step"] and line["seconds"] > lines[start]["seconds"]:
+            blocks.append(_block(lines[start], lines[start + 1 : end + 1]))
+        start = end
+    return blocks
+
+
+def _block(first: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Block:
+    wall = lines[-1]["seconds"] - first["seconds"]
+    trained = _total(lines, "train_seconds")
+    validated = any("validation_loss" in line for line in (first, *lines[:-1]))
+    seconds = trained if validated and trained is not None else wall
+    return Block(
+        lines[-1]["step"] - first["step"],
+        seconds,
+        _total(lines, "communication_seconds"),
+        _total(lines, "data_wait_seconds"),
+        None if trained is None else max(0.0, seconds - trained),
+    )
+
+
+def _total(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    return float(sum(line[key] for line in lines)) if all(key in line for line in lines) else None
 
 
 def speedup(point: Measured, baseline: Measured) -> float:

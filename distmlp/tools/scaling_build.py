@@ -1,0 +1,240 @@
+"""From finished runs to the content of `report.json`."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distmlp.errors import DataError
+from distmlp.tools.scaling_math import (
+    Block,
+    Measured,
+    bus_bandwidth,
+    derived_communication_us,
+    efficiency,
+    relative_error,
+    speedup,
+    time_split,
+)
+from distmlp.tools.scaling_model import AllReduce, fit, predict
+from distmlp.tools.scaling_report import FORMAT, FORMAT_VERSION
+from distmlp.tools.scaling_runs import FinishedRun
+
+PREDICTED_RANKS = (8, 64, 512, 4096)
+SPREAD_WARNED = 0.2  # (slowest - fastest) / median of a point's blocks
+
+
+def build_report(
+    points: Iterable[tuple[str, FinishedRun]],
+    exchanges: Sequence[AllReduce] = (),
+    target_loss: float | None = None,
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The content of `report.json`: the measured points, the fitted model, its predictions.
+
+    `points`: (mode, run), a one-rank run among those of each mode. Raises DataError for runs that do not
+    belong together.
+    """
+    pairs = sorted(points, key=lambda pair: (pair[0] != "weak", pair[1].ranks))
+    runs = list({id(run): run for _, run in pairs}.values())
+    _check_alike(runs)
+    base = next(run for run in runs if run.ranks == 1)
+    gradient_bytes = 4 * base.network.parameter_count
+    blocks = {id(run): run.blocks() for run in runs}
+    raw = [_measured(mode, run, blocks[id(run)]) for mode, run in pairs]
+    measured, sources = _with_communication(raw)
+    table = [
+        _point(point, source, run, blocks[id(run)], measured[0], gradient_bytes, target_loss)
+        for point, source, (_, run) in zip(measured, sources, pairs, strict=True)
+    ]
+    model = fit(measured, gradient_bytes, exchanges)
+    modes = list(dict.fromkeys(mode for mode, _ in pairs))
+    links = [bus_bandwidth(e.ranks, e.bytes, e.us) for e in exchanges]
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "device": _device(runs),
+        "hosts": sorted({host for run in runs for host in run.summary["hosts"]}),
+        "versions": runs[-1].summary["versions"],
+        "engine": base.summary["engine"],
+        "transport": ", ".join(dict.fromkeys(run.summary["transport"] for run in runs if run.ranks > 1)) or "none",
+        "precision": base.summary["precision"],
+        "config": base.config.to_dict(),
+        "parameters": base.network.parameter_count,
+        "gradient_bytes": gradient_bytes,
+        "baseline": f"the one-rank run of the {base.summary['engine']} engine in this sweep, "
+        f"{measured[0].step_us:.4g} µs a step over {base.batch} rows",
+        "points": table,
+        "exchanges": [
+            {"ranks": e.ranks, "bytes": e.bytes, "us": e.us, "bytes_per_second": link}
+            for e, link in zip(exchanges, links, strict=True)
+        ],
+        "link_bytes_per_second": max(links, default=None),
+        "model": {
+            "fixed_us": model.fixed_us,
+            "per_row_us": model.per_row_us,
+            "imbalance_us": model.imbalance_us,
+            "latency_us": model.latency_us,
+            "bandwidth_bytes_per_second": model.bandwidth_bytes_per_second,
+        },
+        "predictions": [
+            predict(model, mode, ranks, base.batch) | {"prediction": True}
+            for mode in modes
+            for ranks in PREDICTED_RANKS
+        ],
+        "prediction_errors": [
+            {
+                "mode": p.mode, "ranks": p.ranks, "measured_us": p.step_us,
+                "predicted_us": model.step_us(p.ranks, p.batch),
+                "error": relative_error(model.step_us(p.ranks, p.batch), p.step_us),
+            }
+            for p in measured
+        ],
+        "held_out_error": _held_out_error(measured, gradient_bytes, exchanges),
+        "target_loss": target_loss,
+        "warnings": [*notes, *_warnings(runs, table)],
+    }  # fmt: skip
+
+
+def _check_alike(runs: Sequence[FinishedRun]) -> None:
+    """The runs of one report differ in ranks and batch alone."""
+    first = runs[0]
+    for run in runs[1:]:
+        for key in ("engine", "precision"):
+            if run.summary[key] != first.summary[key]:
+                raise DataError(
+                    f"scaling: {key} {first.summary[key]} in {first.path}, {run.summary[key]} in {run.path}; "
+                    "efficiency compares runs of one kind"
+                )
+        odd = [key for key in run.config.changes(first.config) if key.startswith("model.")]
+        if odd:
+            raise DataError(f"scaling: {', '.join(odd)} differ between {first.path} and {run.path}")
+
+
+def _measured(mode: str, run: FinishedRun, blocks: Sequence[Block]) -> Measured:
+    def median_us(part: str) -> float | None:
+        values = [getattr(block, part) for block in blocks]
+        known = [1e6 * value / block.steps for value, block in zip(values, blocks, strict=True) if value is not None]
+        return float(np.median(known)) if known else None
+
+    step_us = median_us("seconds")
+    assert step_us is not None
+    communication = median_us("communication_seconds")
+    if run.ranks == 1:
+        communication = 0.0
+    elif not communication:
+        communication = None  # inside the kernel: the host cannot tell it apart
+    return Measured(
+        mode, run.ranks, run.batch, step_us, communication, median_us("wait_seconds"), median_us("other_seconds")
+    )
+
+
+def _with_communication(points: Sequence[Measured]) -> tuple[list[Measured], list[str | None]]:
+    """Communication filled in from one-rank steps where it was not timed; and where each came from."""
+    filled: list[Measured] = []
+    sources: list[str | None] = []
+    for point in points:
+        if point.communication_us is not None:
+            filled.append(point)
+            sources.append("measured")
+            continue
+        derived = derived_communication_us(point, points)
+        filled.append(Measured(**{**vars(point), "communication_us": derived}))
+        sources.append(None if derived is None else "derived")
+    return filled, sources
+
+
+def _point(
+    point: Measured, source: str | None, run: FinishedRun, blocks: Sequence[Block], baseline: Measured,
+    gradient_bytes: int, target_loss: float | None,
+) -> dict[str, Any]:  # fmt: skip
+    times = [1e6 * block.seconds / block.steps for block in blocks]
+    rate = None
+    if point.ranks > 1 and point.communication_us:
+        rate = bus_bandwidth(point.ranks, gradient_bytes, point.communication_us)
+    return {
+        "mode": point.mode,
+        "ranks": point.ranks,
+        "global_batch": point.batch,
+        "hosts": len(run.summary["hosts"]),
+        "transport": run.summary["transport"],
+        "us_per_step_median": point.step_us,
+        "us_per_step_min": min(times),
+        "us_per_step_max": max(times),
+        "blocks": len(blocks),
+        "steps_per_block": blocks[0].steps,
+        "samples_per_second": point.samples_per_second,
+        "speedup": speedup(point, baseline),
+        "efficiency": efficiency(point, baseline),
+        "communication_share": _share(point.communication_us, point.step_us),
+        "communication_source": source,
+        "data_wait_share": _share(point.data_wait_us, point.step_us),
+        "split_us": time_split(point),
+        "all_reduce_bytes_per_second": rate,
+        "seconds_to_target": None if target_loss is None else run.seconds_to(target_loss),
+        "shared_gpus": _shared(run),
+        "weights_sha256": run.summary["weights_sha256"],
+    }
+
+
+def _share(part: float | None, whole: float) -> float | None:
+    return None if part is None else part / whole
+
+
+def _held_out_error(points: Sequence[Measured], gradient_bytes: int, exchanges: Sequence[AllReduce]) -> float | None:
+    """Largest relative error at the largest rank count of a model fitted without it; `None` below three counts."""
+    counts = sorted({point.ranks for point in points})
+    if len(counts) < 3:
+        return None
+    kept = [point for point in points if point.ranks < counts[-1]]
+    model = fit(kept, gradient_bytes, [e for e in exchanges if e.ranks < counts[-1]])
+    errors = [relative_error(model.step_us(p.ranks, p.batch), p.step_us) for p in points if p.ranks == counts[-1]]
+    return max(errors, key=abs)
+
+
+def _gpus(run: FinishedRun) -> list[dict[str, Any]]:
+    return run.summary.get("devices") or []
+
+
+def _shared(run: FinishedRun) -> bool:
+    uuids = [device["uuid"] for device in _gpus(run)]
+    return len(set(uuids)) < len(uuids)
+
+
+def _device(runs: Sequence[FinishedRun]) -> str:
+    names = list(dict.fromkeys(device["name"] for run in runs for device in _gpus(run)))
+    if names:
+        return " + ".join(names)
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"CPU {line.partition(':')[2].strip()}"
+    return f"CPU {platform.machine()}"
+
+
+def _warnings(runs: Sequence[FinishedRun], table: Sequence[dict[str, Any]]) -> list[str]:
+    found = []
+    names = sorted({device["name"] for run in runs for device in _gpus(run)})
+    if len(names) > 1:
+        found.append(f"mixed GPU models: {', '.join(names)}; the slowest sets the pace, efficiency is not comparable")
+    for run in runs:
+        if _shared(run):
+            count = len({device["uuid"] for device in _gpus(run)})
+            found.append(f"{run.ranks} ranks shared {count} GPU(s): their speed is not that of one GPU a rank")
+        if run.mean_batch < 0.95 * run.batch:
+            found.append(
+                f"{run.ranks} ranks, global batch {run.batch}: batches had {run.mean_batch:.0f} rows on average, for "
+                "the last of an epoch is short; use more rows or a smaller batch"
+            )
+    for point in table:
+        spread = (point["us_per_step_max"] - point["us_per_step_min"]) / point["us_per_step_median"]
+        if spread > SPREAD_WARNED:
+            found.append(f"{point['mode']}, {point['ranks']} ranks: the blocks spread by {spread:.0%} of their median")
+    return list(dict.fromkeys(found))
