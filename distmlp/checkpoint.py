@@ -272,7 +272,7 @@ def _notes(attributes: dict[str, Any], where: str) -> tuple[dict[str, str], list
         history = [
             {
                 "step": int(part["step"]),
-                "changes": {str(key): (old, new) for key, (old, new) in part["changes"].items()},
+                "changes": {str(key): [old, new] for key, (old, new) in part["changes"].items()},
             }
             for part in json.loads(attributes["history"])
         ]
