@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from distmlp.data.layout import DEFLATE, SHUFFLE, Filter, Layout
+from distmlp.data.layout import DEFLATE, NBIT, SCALEOFFSET, SHUFFLE, Filter, Layout
 
 _HDF5_LOCK = threading.Lock()
 
@@ -67,9 +67,14 @@ def _decode_by_hdf5(layout: Layout, stages: list[Filter], stored: bytes | bytear
                 plist.set_chunk(layout.chunk)
                 for stage in stages:
                     plist.set_filter(stage.id, stage.flags, stage.values)
+                expected = [stage.values for stage in stages if stage.id in (NBIT, SCALEOFFSET)]
                 space = h5py.h5s.create_simple(layout.chunk)
                 kind = h5py.h5t.py_create(layout.dtype, logical=True)
                 dataset = h5py.Dataset(h5py.h5d.create(file.id, b"chunk", kind, space, plist))
+                # These two work their parameters out from type and chunk; others in the file mean damage.
+                plist = dataset.id.get_create_plist()
+                if expected and expected[0] not in [tuple(plist.get_filter(k)[2]) for k in range(len(stages))]:
+                    raise DamagedChunk("the parameters of its filter do not fit it")
                 dataset.id.write_direct_chunk((0,) * len(layout.chunk), stored)
                 return dataset[...]
         except (OSError, ValueError, RuntimeError, MemoryError) as error:

@@ -82,7 +82,7 @@ def _superblock(file: BinaryIO, size: int) -> str:
             end = _end_of_file(head)
             if end is not None and size < end:
                 return (
-                    f"is truncated: {size} bytes of the {end} that its header promises; a copy or a writer was cut off: "
+                    f"is truncated: {size} bytes of the {end} that its header promises; a copy or writer was cut off: "
                     "copy or make the file again"
                 )
             return ""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 CHUNK_ENTRY = np.dtype([("offset", "<i8"), ("size", "<u4"), ("mask", "<u4")])  # offset -1: never written
-DEFLATE, SHUFFLE, FLETCHER32, SZIP, LZF = 1, 2, 3, 4, 32000
+DEFLATE, SHUFFLE, NBIT, SCALEOFFSET = 1, 2, 5, 6
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from distmlp.data.layout import CHUNK_ENTRY
 MAX_LINKS = 32
 MAX_LISTED = 40
 # Memory that a sparse or compressed dataset may expand to: deflate packs at most 1032 : 1.
-MAX_EXPANSION, FREE_EXPANSION = 1100, 64 << 20
+MAX_EXPANSION, FREE_EXPANSION = 1100, 16 << 20
 CHECKSUM_GROUP = "distmlp_checksums"
 
 
@@ -256,17 +256,20 @@ def _chunk_table(dataset: h5py.Dataset, name: str, file_bytes: int) -> np.ndarra
         cell = 0
         for start, step, count in zip(info.chunk_offset, chunk, grid, strict=True):
             if start % step or start // step >= count:
-                return  # beyond the present extent of a dataset that was shrunk
+                bad.append(f"its index names a chunk at {tuple(info.chunk_offset)}, where none can be")
+                return
             cell = cell * count + start // step
         if info.byte_offset is None or info.byte_offset + info.size > file_bytes or info.size >= 1 << 32:
-            bad.append(f"the chunk at {tuple(info.chunk_offset)} lies beyond the end of the file")
+            bad.append(f"the chunk at {tuple(info.chunk_offset)} lies beyond the end of the file, {file_bytes} bytes")
             return
+        if table[cell]["offset"] >= 0:
+            bad.append(f"its index names the chunk at {tuple(info.chunk_offset)} twice")
         table[cell] = (info.byte_offset, info.size, info.filter_mask & 0xFFFFFFFF)
 
     if dataset.id.get_num_chunks():
         dataset.id.chunk_iter(visit)
     if bad:
-        raise Refused(f"dataset `{name}` is damaged: {bad[0]} (of {file_bytes} bytes)")
+        raise Refused(f"dataset `{name}` is damaged: {bad[0]}; copy or make the file again")
     return table
 
 
