@@ -1,0 +1,142 @@
+// Weight gradients of a block: kept in registers over all its tiles, written out once a step.
+#pragma once
+#include "narrow_chain.cuh"
+
+namespace narrow {
+
+constexpr int SUMS = NARROW_SUMS;
+constexpr int PARTIAL_STRIDE = FLAT_SIZE + TALLY;  // floats a block writes a step, in the flat layout, tally behind
+
+// Sums of one item over the tile in shared memory.
+template <int I>
+__device__ __forceinline__ void add_item(float* sums, u32 shared) {
+    constexpr Item ITEM = ITEMS[I];
+    constexpr int L = ITEM.layer, FIRST = ITEM.block * 8 * BLOCK_BYTES;
+    const Operand<columns(L + 1) * BLOCK_BYTES, BLOCK_BYTES, true> dz{shared + delta_at(L + 1)};
+    const Operand<activation_columns(L) * BLOCK_BYTES, BLOCK_BYTES, true> a{shared + activation_at(L)};
+#pragma unroll
+    for (int k = 0; k < TILE / 16; ++k) {
+        if constexpr (ITEM.out_major) {
+            auto left = dz.step(k);
+            left.address += FIRST;
+            product<activation_columns(L)>(sums + ITEM.offset, left, a.step(k));
+        } else {
+            auto left = a.step(k);
+            left.address += FIRST;
+            product<columns(L + 1)>(sums + ITEM.offset, left, dz.step(k));
+        }
+    }
+}
+
+template <int GROUP, int I>
+__device__ __forceinline__ void add_items(float* sums, u32 shared) {
+    if constexpr (I < ITEM_COUNT) {
+        if constexpr (ITEMS[I].group == GROUP) add_item<I>(sums, shared);
+        add_items<GROUP, I + 1>(sums, shared);
+    }
+}
+
+// One branch a warpgroup, each with its products begun and awaited inside: products in flight across a branch would
+// make the compiler serialise them.
+template <int GROUP>
+__device__ __forceinline__ void add_tile(int group, float (&sums)[SUMS], u32 shared) {
+    if constexpr (GROUP < GROUPS) {
+        if (group == GROUP) {
+            settle(sums);
+            begin_products();
+            add_items<GROUP, 0>(sums, shared);
+            commit_products();
+            wait_products();
+            settle(sums);
+        } else {
+            add_tile<GROUP + 1>(group, sums, shared);
+        }
+    }
+}
+
+// Collects whether a sum is not finite, or so large (2^115) that the sum over warps and blocks might not be: a block
+// that says no vouches for the whole gradient, and no further barrier is needed to know before the update.
+struct Limit {
+    bool bad;
+    __device__ __forceinline__ float pass(float x) {
+        bad |= magnitude_bits(x) >= (115u + 127u) << 23;
+        return x;
+    }
+};
+
+template <int I>
+__device__ __forceinline__ void write_item(const float* sums, float* partial, Limit& limit) {
+    constexpr Item ITEM = ITEMS[I];
+    constexpr int L = ITEM.layer, IN = WIDTH[L], OUT = WIDTH[L + 1];
+    constexpr int COLUMNS = ITEM.out_major ? columns(L) : columns(L + 1);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, t = lane & 3;
+    const int row = 64 * ITEM.block + 16 * warp + (lane >> 2);
+    float* weight = partial + flat_weight(L);
+#pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float* pair = sums + ITEM.offset + 4 * j + 2 * half;
+            const int r = row + 8 * half, c = 8 * j + 2 * t;
+            if constexpr (ITEM.out_major) {  // r: out, c: in
+                if (r < OUT && c < IN) weight[c * OUT + r] = limit.pass(pair[0]);
+                if (r < OUT && c + 1 < IN) weight[(c + 1) * OUT + r] = limit.pass(pair[1]);
+            } else if constexpr (OUT % 2 == 0) {
+                if (r < IN && c < OUT) *(float2*)(weight + r * OUT + c) = make_float2(limit.pass(pair[0]), limit.pass(pair[1]));
+            } else {
+                if (r < IN && c < OUT) weight[r * OUT + c] = limit.pass(pair[0]);
+                if (r < IN && c + 1 < OUT) weight[r * OUT + c + 1] = limit.pass(pair[1]);
+            }
+        }
+    }
+    if constexpr (ITEM.out_major) {  // the column of ones
+        const float* ones = sums + ITEM.offset + 4 * COLUMNS;
+        float* bias = partial + flat_bias(L);
+        if (t == 0 && row < OUT) bias[row] = limit.pass(ones[0]);
+        if (t == 0 && row + 8 < OUT) bias[row + 8] = limit.pass(ones[2]);
+    }
+}
+
+template <int I>
+__device__ __forceinline__ void write_items(int group, const float (&sums)[SUMS], float* partial, Limit& limit) {
+    if constexpr (I < ITEM_COUNT) {
+        if (group == ITEMS[I].group) write_item<I>(sums, partial, limit);
+        write_items<I + 1>(group, sums, partial, limit);
+    }
+}
+
+// Output biases and the tally of the block: over the lanes of a warp, then over the warps in their order.
+// `scratch`: shared floats (WARPS, WARP_SUMS). Every thread of the block takes part.
+__device__ __forceinline__ void write_totals(Totals& totals, float* scratch, float* partial, Limit& limit) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    float* mine = scratch + warp * WARP_SUMS;
+    if (CHAIN_SUMS_BIAS) {
+#pragma unroll
+        for (int i = 0; i < BIAS_SUMS; ++i) {
+#pragma unroll
+            for (int mask = 4; mask < 32; mask <<= 1) totals.bias[i] += __shfl_xor_sync(~0u, totals.bias[i], mask);
+            if (lane < 4) mine[4 + (i >> 1) * 8 + 2 * lane + (i & 1)] = limit.pass(totals.bias[i]);
+        }
+    }
+    const float loss = warp_sum(totals.loss), weight = warp_sum(totals.weight);
+    if (lane == 0) mine[0] = limit.pass(loss), mine[1] = limit.pass(weight);
+    const int any_bad = __syncthreads_or(limit.bad);
+    const int i = threadIdx.x;
+    if (CHAIN_SUMS_BIAS && i < OUTPUTS) {
+        float sum = 0.f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) sum += scratch[w * WARP_SUMS + 4 + i];
+        partial[flat_bias(LAYERS - 1) + i] = sum;
+    }
+    if (i == BLOCK_THREADS - 1) {
+        float4 tally = make_float4(0.f, 0.f, 0.f, any_bad ? 1.f : 0.f);  // loss, weight, -, bad
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            tally.x += scratch[w * WARP_SUMS];
+            tally.y += scratch[w * WARP_SUMS + 1];
+        }
+        *(float4*)(partial + FLAT_SIZE) = tally;
+    }
+}
+
+}  // namespace narrow

@@ -1,0 +1,331 @@
+// One output tile of a matrix product by one block: the main loop, and where its results lie.
+// Knows nothing of layers. Operands come from row-major matrices in global memory through a ring of shared-memory
+// stages; whatever lies outside a matrix counts as zero, so no size needs to be a multiple of anything.
+#pragma once
+#include "mma.cuh"
+
+#define THREADS 256
+#if PRODUCT == BF16
+#define STEP_K 16  // depth of one tensor-core product
+#elif PRODUCT == TF32
+#define STEP_K 8
+#else
+#define STEP_K 4
+#endif
+
+// M × N output, K_ deep stages; the warps are arranged WM × WN over the tile, WK of them share a part of it and split
+// the depth.
+template <int M_, int N_, int K_, int WM_, int WN_, int WK_, int STAGES_>
+struct Shape {
+    static constexpr int M = M_, N = N_, K = K_, WM = WM_, WN = WN_, WK = WK_, STAGES = STAGES_;
+    static_assert(WM * WN * WK * 32 == THREADS, "the warps make a block");
+};
+
+// A row-major matrix: element (r, c) at base[r * ld + c]; ld and cols are multiples of 16 bytes.
+struct View {
+    const Element* base;
+    i64 ld;
+    int rows, cols;
+};
+
+// A tile of ROWS × COLS elements in shared memory; the padding keeps fragment loads free of bank conflicts.
+template <int ROWS, int COLS, int PAD>
+struct Staged {
+    static constexpr int STRIDE = COLS + PAD, SIZE = ROWS * STRIDE;
+    static constexpr int CHUNK = 16 / sizeof(Element), CHUNKS = COLS / CHUNK, PASS = THREADS / CHUNKS;
+    static_assert(COLS % CHUNK == 0 && THREADS % CHUNKS == 0, "threads share the rows out evenly");
+
+    static __device__ __forceinline__ void load(Element* tile, const View& from, int row, int col) {
+        const int c = threadIdx.x % CHUNKS * CHUNK;
+        const bool inside = col + c < from.cols;
+        const int first = threadIdx.x / CHUNKS;
+        const Element* source = from.base + (i64)(row + first) * from.ld + (col + c);
+#pragma unroll
+        for (int r = 0; r < ROWS; r += PASS) {
+            if (ROWS % PASS == 0 || r + first < ROWS)
+                copy_async(tile + (r + first) * STRIDE + c, source, inside && row + r + first < from.rows);
+            source += (i64)PASS * from.ld;
+        }
+    }
+};
+
+// The results of a tile in shared memory, whatever main loop they came from.
+template <class S>
+struct OutputTile {
+    static constexpr int STRIDE = S::N + 4, BYTES = S::M * STRIDE * 4;
+
+    // f(row in tile, col in tile, float4&) for every group of four neighbours; f may change them.
+    template <class F>
+    static __device__ __forceinline__ void for_each_quad(float* tile, const F& f) {
+        constexpr int QUADS = S::M * S::N / 4;
+#pragma unroll 2
+        for (int i = threadIdx.x; i < QUADS; i += THREADS) {
+            const int r = i / (S::N / 4), c = i % (S::N / 4) * 4;
+            float4* where = (float4*)(tile + r * STRIDE + c);
+            float4 v = *where;
+            f(r, c, v);
+            *where = v;
+        }
+    }
+
+    // Adds up the columns in a fixed order and writes the first `cols` sums to `out`. All threads call it.
+    static __device__ __forceinline__ void column_sums(const float* tile, float* out, int cols) {
+        constexpr int GROUPS = THREADS >= S::N ? THREADS / S::N : 1, ROWS = S::M / GROUPS;
+        __shared__ float sums[GROUPS][S::N];
+        static_assert(S::N <= THREADS && S::M % GROUPS == 0, "every thread has whole columns or equal parts");
+        __syncthreads();
+        const int n = threadIdx.x % S::N, group = threadIdx.x / S::N;
+        float sum = 0.f;
+#pragma unroll 8
+        for (int r = 0; r < ROWS; ++r) sum += tile[(group * ROWS + r) * STRIDE + n];
+        sums[group][n] = sum;
+        __syncthreads();
+        if (group == 0 && n < cols) {
+            sum = sums[0][n];
+#pragma unroll
+            for (int g = 1; g < GROUPS; ++g) sum += sums[g][n];
+            out[n] = sum;
+        }
+        __syncthreads();
+    }
+};
+
+// C (m, n) = sum over k of A (m, k) B (k, n). A lies as (m, k) where A_ROWS_M, else as (k, m);
+// B lies as (k, n) where B_ROWS_K, else as (n, k).
+template <class S, bool A_ROWS_M, bool B_ROWS_K>
+struct Product {
+    static constexpr int DEEP_PAD = 16 / sizeof(Element);  // rows run along k
+    static constexpr int FLAT_PAD = PRODUCT == TF32 ? 8 : 16 / (int)sizeof(Element);
+    typedef Staged<A_ROWS_M ? S::M : S::K, A_ROWS_M ? S::K : S::M, A_ROWS_M ? DEEP_PAD : FLAT_PAD> StageA;
+    typedef Staged<B_ROWS_K ? S::K : S::N, B_ROWS_K ? S::N : S::K, B_ROWS_K ? FLAT_PAD : DEEP_PAD> StageB;
+    static constexpr int STAGE = StageA::SIZE + StageB::SIZE;
+    static constexpr int REDUCE_BYTES = S::WK > 1 ? S::M * S::N * 4 * (S::WK - 1) : 0;
+    static constexpr int PIPE_BYTES = STAGE * S::STAGES * (int)sizeof(Element);
+    static constexpr int LOOP_BYTES = PIPE_BYTES > REDUCE_BYTES ? PIPE_BYTES : REDUCE_BYTES;
+    static constexpr int SHARED_BYTES = LOOP_BYTES > OutputTile<S>::BYTES ? LOOP_BYTES : OutputTile<S>::BYTES;
+
+    static constexpr int WARP_M = S::M / S::WM, WARP_N = S::N / S::WN;
+#if PRODUCT == FMA
+    // A warp is 4 × 8 lanes of TM × TN results.
+    static constexpr int TM = WARP_M / 4, TN = WARP_N / 8, PAIRS = TM * TN / 2;
+    static constexpr int VM = TM < 4 ? TM : 4, VN = TN < 4 ? TN : 4;
+    static_assert(TN % 2 == 0 && TM % VM == 0 && TN % VN == 0, "pairs and vectors");
+#else
+    static constexpr int TM = WARP_M / 16, TN = WARP_N / 8, PAIRS = TM * TN * 2;
+    static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0, "fragments are loaded 16 × 16");
+#endif
+
+    float c[PAIRS * 2];
+    int lane, warp_m, warp_n, warp_k;
+
+    __device__ __forceinline__ Product() {
+        const int warp = threadIdx.x >> 5;
+        lane = threadIdx.x & 31;
+        warp_n = warp % S::WN;
+        warp_m = warp / S::WN % S::WM;
+        warp_k = warp / (S::WN * S::WM);
+    }
+
+    // Results come in pairs of neighbouring columns: pair p is c[2 p], c[2 p + 1] at (row(p), col(p)), (row(p), col(p) + 1).
+    __device__ __forceinline__ int row(int p) const {
+#if PRODUCT == FMA
+        const int i = p / (TN / 2);
+        return warp_m * WARP_M + i / VM * (4 * VM) + (lane >> 3) * VM + i % VM;
+#else
+        return warp_m * WARP_M + p / (2 * TN) * 16 + (p & 1) * 8 + (lane >> 2);
+#endif
+    }
+    __device__ __forceinline__ int col(int p) const {
+#if PRODUCT == FMA
+        const int j = p % (TN / 2) * 2;
+        if (B_ROWS_K) return warp_n * WARP_N + j / VN * (8 * VN) + (lane & 7) * VN + j % VN;
+        return warp_n * WARP_N + j * 8 + (lane & 7) * 2;
+#else
+        return warp_n * WARP_N + p / 2 % TN * 8 + (lane & 3) * 2;
+#endif
+    }
+    __device__ __forceinline__ bool holds_results() const { return S::WK == 1 || warp_k == 0; }
+
+    // Lays the results out as rows of a tile in shared memory; all threads see it when it returns.
+    __device__ __forceinline__ void stage(float* tile) const {
+        if (holds_results())
+#pragma unroll
+            for (int p = 0; p < PAIRS; ++p)
+                *(float2*)(tile + row(p) * OutputTile<S>::STRIDE + col(p)) = make_float2(c[2 * p], c[2 * p + 1]);
+        __syncthreads();
+    }
+
+    // Fills c with the sums over k in [k_begin, k_end) for the tile at (m0, n0). Ends with all threads past their
+    // last use of `shared`.
+    __device__ __forceinline__ void run(
+        const View& a, const View& b, int m0, int n0, int k_begin, int k_end, Element* shared) {
+#pragma unroll
+        for (int i = 0; i < PAIRS * 2; ++i) c[i] = 0.f;
+        const int steps = k_end > k_begin ? (k_end - k_begin + S::K - 1) / S::K : 0;
+#pragma unroll
+        for (int s = 0; s < S::STAGES - 1; ++s) {
+            if (s < steps) load(a, b, m0, n0, k_begin + s * S::K, shared + s * STAGE);
+            copy_commit();
+        }
+        int use = 0, fill = S::STAGES - 1;
+        for (int step = 0; step < steps; ++step) {
+            copy_wait<S::STAGES - 2>();
+            __syncthreads();
+            if (step + S::STAGES - 1 < steps)
+                load(a, b, m0, n0, k_begin + (step + S::STAGES - 1) * S::K, shared + fill * STAGE);
+            copy_commit();
+            multiply(shared + use * STAGE, shared + use * STAGE + StageA::SIZE);
+            use = use + 1 == S::STAGES ? 0 : use + 1;
+            fill = fill + 1 == S::STAGES ? 0 : fill + 1;
+        }
+        copy_wait<0>();
+        __syncthreads();
+        if (S::WK > 1) add_slices((float*)shared);
+    }
+
+    __device__ __forceinline__ void load(const View& a, const View& b, int m0, int n0, int k0, Element* stage) {
+        StageA::load(stage, a, A_ROWS_M ? m0 : k0, A_ROWS_M ? k0 : m0);
+        StageB::load(stage + StageA::SIZE, b, B_ROWS_K ? k0 : n0, B_ROWS_K ? n0 : k0);
+    }
+
+    // Warps that split the depth: the first adds the others' sums in order.
+    __device__ __forceinline__ void add_slices(float* shared) {
+        const int thread = threadIdx.x % (S::WM * S::WN * 32);
+        constexpr int THREADS_OF_SLICE = S::WM * S::WN * 32;
+        if (warp_k > 0)
+#pragma unroll
+            for (int i = 0; i < PAIRS * 2; ++i)
+                shared[((warp_k - 1) * PAIRS * 2 + i) * THREADS_OF_SLICE + thread] = c[i];
+        __syncthreads();
+        if (warp_k == 0)
+#pragma unroll
+            for (int w = 0; w < S::WK - 1; ++w)
+#pragma unroll
+                for (int i = 0; i < PAIRS * 2; ++i) c[i] += shared[(w * PAIRS * 2 + i) * THREADS_OF_SLICE + thread];
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ void multiply(const Element* a, const Element* b) {
+#if PRODUCT == FMA
+        multiply_fma(a, b);
+#else
+        a += A_ROWS_M ? warp_m * WARP_M * StageA::STRIDE : warp_m * WARP_M;
+        b += B_ROWS_K ? warp_n * WARP_N : warp_n * WARP_N * StageB::STRIDE;
+#pragma unroll
+        for (int k = 0; k < S::K / STEP_K / S::WK; ++k) {
+            const int k0 = (k * S::WK + warp_k) * STEP_K;
+            u32 fa[TM][4], fb[TN / 2][4];
+#pragma unroll
+            for (int i = 0; i < TM; ++i) fragment_a(fa[i], a, i * 16, k0);
+#pragma unroll
+            for (int j = 0; j < TN / 2; ++j) fragment_b(fb[j], b, j * 16, k0);
+#pragma unroll
+            for (int i = 0; i < TM; ++i)
+#pragma unroll
+                for (int j = 0; j < TN; ++j) {
+                    float* where = c + (i * TN + j) * 4;
+#if PRODUCT == BF16
+                    mma_bf16(where, fa[i], fb[j / 2][j % 2 * 2], fb[j / 2][j % 2 * 2 + 1]);
+#else
+                    mma_tf32(where, fa[i], fb[j / 2][j % 2 * 2], fb[j / 2][j % 2 * 2 + 1]);
+#endif
+                }
+        }
+#endif
+    }
+
+#if PRODUCT == BF16
+    // 16 (m) × 16 (k) of A, and 16 (k) × 16 (n) of B as two 8-column fragments, in the registers mma.m16n8k16 wants.
+    __device__ __forceinline__ void fragment_a(u32 (&f)[4], const Element* a, int m, int k) const {
+        if (A_ROWS_M) load_matrices(f, a + (m + (lane & 15)) * StageA::STRIDE + k + (lane >> 4) * 8);
+        else load_matrices_transposed(
+            f, a + (k + (lane & 7) + (lane >> 4) * 8) * StageA::STRIDE + m + (lane >> 3 & 1) * 8);
+    }
+    __device__ __forceinline__ void fragment_b(u32 (&f)[4], const Element* b, int n, int k) const {
+        if (B_ROWS_K) load_matrices_transposed(f, b + (k + (lane & 15)) * StageB::STRIDE + n + (lane >> 4) * 8);
+        else load_matrices(f, b + (n + (lane & 7) + (lane >> 4) * 8) * StageB::STRIDE + k + (lane >> 3 & 1) * 8);
+    }
+#elif PRODUCT == TF32
+    // 16 (m) × 8 (k) of A, and 8 (k) × 16 (n) of B. An 8 × 8 matrix of 2-byte elements is one of 8 × 4 floats.
+    __device__ __forceinline__ void fragment_a(u32 (&f)[4], const Element* a, int m, int k) const {
+        if (A_ROWS_M) {
+            load_matrices(f, a + (m + (lane & 15)) * StageA::STRIDE + k + (lane >> 4) * 4);
+        } else {
+            const Element* at = a + (k + (lane & 3)) * StageA::STRIDE + m + (lane >> 2);
+            f[0] = __float_as_uint(at[0]);
+            f[1] = __float_as_uint(at[8]);
+            f[2] = __float_as_uint(at[4 * StageA::STRIDE]);
+            f[3] = __float_as_uint(at[4 * StageA::STRIDE + 8]);
+        }
+    }
+    __device__ __forceinline__ void fragment_b(u32 (&f)[4], const Element* b, int n, int k) const {
+        if (B_ROWS_K) {
+            const Element* at = b + (k + (lane & 3)) * StageB::STRIDE + n + (lane >> 2);
+            f[0] = __float_as_uint(at[0]);
+            f[1] = __float_as_uint(at[4 * StageB::STRIDE]);
+            f[2] = __float_as_uint(at[8]);
+            f[3] = __float_as_uint(at[4 * StageB::STRIDE + 8]);
+        } else {
+            load_matrices(f, b + (n + (lane & 7) + (lane >> 4) * 8) * StageB::STRIDE + k + (lane >> 3 & 1) * 4);
+        }
+    }
+#else
+    template <int V>
+    static __device__ __forceinline__ void load_vector(float (&to)[V], const float* from) {
+        if constexpr (V == 4) {
+            const float4 v = *(const float4*)from;
+            to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+        } else if constexpr (V == 2) {
+            const float2 v = *(const float2*)from;
+            to[0] = v.x, to[1] = v.y;
+        } else {
+            to[0] = *from;
+        }
+    }
+    __device__ __forceinline__ void multiply_fma(const float* a, const float* b) {
+#pragma unroll
+        for (int k = 0; k < S::K / 4 / S::WK; ++k) {
+            const int k0 = (k * S::WK + warp_k) * 4;
+            float fa[4][TM], fb[4][TN];
+#pragma unroll
+            for (int i = 0; i < TM; i += A_ROWS_M ? 1 : VM) {
+                const int m = row(i * (TN / 2));
+                if (A_ROWS_M) {
+                    const float4 v = *(const float4*)(a + m * StageA::STRIDE + k0);
+                    fa[0][i] = v.x, fa[1][i] = v.y, fa[2][i] = v.z, fa[3][i] = v.w;
+                } else {
+#pragma unroll
+                    for (int q = 0; q < 4; ++q) {
+                        float v[VM];
+                        load_vector<VM>(v, a + (k0 + q) * StageA::STRIDE + m);
+#pragma unroll
+                        for (int e = 0; e < VM; ++e) fa[q][i + e] = v[e];
+                    }
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < TN; j += B_ROWS_K ? VN : 1) {
+                const int n = col(j / 2) + (B_ROWS_K ? 0 : j % 2);
+                if (B_ROWS_K) {
+#pragma unroll
+                    for (int q = 0; q < 4; ++q) {
+                        float v[VN];
+                        load_vector<VN>(v, b + (k0 + q) * StageB::STRIDE + n);
+#pragma unroll
+                        for (int e = 0; e < VN; ++e) fb[q][j + e] = v[e];
+                    }
+                } else {
+                    const float4 v = *(const float4*)(b + n * StageB::STRIDE + k0);
+                    fb[0][j] = v.x, fb[1][j] = v.y, fb[2][j] = v.z, fb[3][j] = v.w;
+                }
+            }
+#pragma unroll
+            for (int q = 0; q < 4; ++q)
+#pragma unroll
+                for (int i = 0; i < TM; ++i)
+#pragma unroll
+                    for (int j = 0; j < TN; ++j) c[i * TN + j] = fmaf(fa[q][i], fb[q][j], c[i * TN + j]);
+        }
+    }
+#endif
+};
