@@ -26,7 +26,7 @@ Init = Literal["he_normal", "he_uniform", "glorot_normal", "glorot_uniform", "le
 Width = Annotated[int, Field(ge=1, le=1 << 24)]
 # Bounds that keep products of two within 64 bits, and the sample order's epoch within 32.
 _MOST = 1 << 40
-_MOST_STEPS = (1 << 32) - 1
+_MOST_STEPS = 1 << 32
 
 _INTERVAL = re.compile(r"(\d+(?:\.\d+)?)\s*(epoch|step|second|minute|hour)s?")
 _SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
