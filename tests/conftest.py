@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
-import hypothesis
 import pytest
 
 from distmlp.comm.hints import read_launch
 
-# Ranks must draw the same examples, and a slow rank is no failure.
-hypothesis.settings.register_profile("ranks", derandomize=True, deadline=None)
-hypothesis.settings.register_profile("alone", derandomize="CI" in os.environ, deadline=None)
-
 _launch = read_launch()
 RANKS = _launch.size or 1 if _launch is not None and _launch.live else 1
-hypothesis.settings.load_profile("ranks" if RANKS > 1 else "alone")
+
+with suppress(ImportError):  # where the suites run on a second MPI, only what they need is installed
+    import hypothesis
+
+    # Ranks must draw the same examples, and a slow rank is no failure.
+    hypothesis.settings.register_profile("here", derandomize=RANKS > 1 or "CI" in os.environ, deadline=None)
+    hypothesis.settings.load_profile("here")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -29,11 +29,12 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
     SLURM_PROCID and SLURM_NTASKS, which are then those of the launcher's own step.
     """
     pmix = any(key.startswith("PMIX_SERVER_URI") for key in environ)
-    pmi = "PMI_FD" in environ or "PMI_PORT" in environ
+    hydra = "MPI_LOCALNRANKS" in environ or "HYDI_CONTROL_FD" in environ
+    pmi = _is_open(environ.get("PMI_FD", "")) or (hydra and "PMI_PORT" in environ)
     step = "SLURM_STEP_ID" in environ  # sbatch sets SLURM_NTASKS for the batch shell, but this for tasks of srun only
     srun = step and ("SLURM_SRUN_COMM_PORT" in environ or "SLURM_LAUNCH_NODE_IPADDR" in environ)
     pmi_launcher = (
-        "mpiexec of MPICH or Intel MPI (hydra)" if "MPI_LOCALNRANKS" in environ or "HYDI_CONTROL_FD" in environ
+        "mpiexec of MPICH or Intel MPI (hydra)" if hydra
         else "flux run" if "FLUX_TASK_RANK" in environ
         else "mpiexec of PALS (Cray)" if "PALS_RANKID" in environ
         else "srun (Slurm, PMI)" if step
@@ -52,7 +53,7 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
         ("PMI_SIZE", "PMI_RANK", pmi_launcher, pmi or srun),
         ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "flux run", "FLUX_KVS_NAMESPACE" in environ),
         (slurm_size if step else "", "SLURM_PROCID", "srun (Slurm)", srun),
-        ("PALS_SIZE", "PALS_RANKID", "mpiexec of PALS (Cray)", "PALS_APID" in environ),
+        ("", "PALS_RANKID", "mpiexec of PALS (Cray)", "PALS_APID" in environ),
         ("", "PMIX_RANK", "prterun or another PMIx launcher", pmix),
     )
     for size_variable, rank_variable, launcher, live in candidates:
@@ -89,6 +90,15 @@ def how_to_launch(launch: Launch, make: str) -> str:
         f"launch with {own}, or let mpi4py load the library of the launcher's make "
         "(MPI4PY_LIBMPI=/path/to/libmpi.so, or install distmlp where that MPI's module is loaded)"
     )
+
+
+def _is_open(descriptor: str) -> bool:
+    """Whether the launcher's wire is really there, and not only a variable left over from another shell."""
+    try:
+        os.fstat(int(descriptor))
+    except (ValueError, OSError):
+        return False
+    return True
 
 
 def _number(environ: Mapping[str, str], variable: str) -> int | None:

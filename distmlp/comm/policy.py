@@ -59,7 +59,7 @@ def report(error: BaseException) -> NoReturn:
     with suppress(Exception):  # MPI itself may be what failed
         faults = world.exchange_faults(fault, _EXCHANGE_SECONDS)
         if faults is not None:
-            from distmlp.comm.world import merge_faults
+            from distmlp.comm.faults import merge_faults
 
             merged = merge_faults(faults, world.rank_hosts)
             if world.rank == 0:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from launching import run_python
 
-from distmlp.comm.world import World, merge_faults, open_world
+from distmlp.comm.faults import merge_faults
+from distmlp.comm.world import World, open_world
 from distmlp.errors import AgreedError, ConfigError, DataError
 
 
