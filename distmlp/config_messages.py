@@ -30,7 +30,8 @@ def _line(place: tuple[Any, ...], item: Any, sections: Mapping[str, type[BaseMod
     section, key = (*(str(part) for part in place), "", "")[:2]
     if item["type"] == "extra_forbidden":
         known = sections[section].model_fields if key else sections
-        return f"{'.'.join(filter(None, (section, key)))}: unknown key{nearest(key or section, known)}"
+        name = ".".join(part if part.isprintable() and len(part) <= 60 else short(part) for part in map(str, place))
+        return f"{name}: unknown key{nearest(key or section, known)}"
     if item["type"] == "missing":
         return f"{section}.{key}: missing; it has no default" if key else f"[{section}]: this section is missing"
     index = item["loc"][-1]
