@@ -31,6 +31,8 @@ Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint, or the output di
 Data = Annotated[str, typer.Option("--data", metavar="GLOB", help="HDF5 shards.")]
 InputsName = Annotated[str, typer.Option("--inputs", metavar="NAME", help="Dataset of the inputs (as trained).")]
 TargetsName = Annotated[str, typer.Option("--targets", metavar="NAME", help="Dataset of the targets.")]
+Overrides = Annotated[list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -43,7 +45,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 @app.command()
 def train(
     run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The configuration.")],
-    set_: Annotated[list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key.")] = [],  # noqa: B006
+    set_: Overrides = [],  # noqa: B006
     output: Annotated[str | None, typer.Option(metavar="DIR", help="Where the results go.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest good checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove an earlier run's results first.")] = False,
@@ -78,6 +80,79 @@ def predict(
     from distmlp.model import run_predict
 
     return run_predict(checkpoint, data, out, inputs)
+
+
+@app.command()
+def export(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")],
+    to: Annotated[str, typer.Option("--to", metavar="onnx|safetensors|npz", help="The format.")],
+) -> int:
+    """Write the network in another format, standardization included: raw inputs go in."""
+    from distmlp.tools.export import run_export
+
+    return run_export(checkpoint, to, out)
+
+
+@app.command()
+def inspect(checkpoint: Checkpoint) -> int:
+    """Print what is inside a checkpoint: network, step, precision, versions, configuration."""
+    from distmlp.tools.inspect import run_inspect
+
+    return run_inspect(checkpoint)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> int:
+    """Say what this machine offers, which engine and transport `auto` would take, and what to do about the rest."""
+    from distmlp.tools.doctor import run_doctor
+
+    return run_doctor(as_json)
+
+
+@app.command()
+def bench(
+    preset: Annotated[str | None, typer.Option(metavar="NAME", help="One preset; default: all that fit.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Time training steps of the network presets, beside the limit of the hardware."""
+    from distmlp.tools.bench import run_bench
+
+    return run_bench(preset, as_json)
+
+
+@app.command()
+def scaling(
+    what: Annotated[
+        list[Path] | None, typer.Argument(metavar="RUN.toml | compare A B", help="A run to sweep; or two reports.")
+    ] = None,
+    ranks: Annotated[str, typer.Option(metavar="1,2,4", help="Rank counts.")] = "1,2",
+    mode: Annotated[str, typer.Option(metavar="weak|strong|both", help="Batch per rank fixed, or global.")] = "both",
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the report goes.")] = Path("scaling"),
+    from_: Annotated[list[Path], typer.Option("--from", metavar="DIR", help="Finished runs (repeatable).")] = [],  # noqa: B006
+    set_: Overrides = [],  # noqa: B006
+    launcher: Annotated[str, typer.Option(metavar="LINE", help="Launch line; default: mpirun, or srun in a job.")] = "",
+    steps: Annotated[int, typer.Option(help="Steps of a point, warm-up included; 0: chosen.")] = 0,
+    target_loss: Annotated[float | None, typer.Option(metavar="LOSS", help="Report the time to this loss.")] = None,
+) -> int:
+    """Measure speedup and efficiency over rank counts and write a report, or compare two reports."""
+    from distmlp.errors import ConfigError
+    from distmlp.tools.scaling import run_scaling
+    from distmlp.tools.scaling_report import run_compare
+
+    words = what or []
+    if words and str(words[0]) == "compare":
+        if len(words) != 3:
+            raise ConfigError("scaling compare: give the directories of two reports: distmlp scaling compare A B")
+        return run_compare(words[1], words[2])
+    if from_:
+        from_, words = [*from_, *words], []
+    if len(words) > 1:
+        raise ConfigError(f"scaling: one RUN.toml at a time, got {', '.join(map(str, words))}")
+    return run_scaling(
+        words[0] if words else None, ranks, mode, out,
+        from_=from_, set_=set_, launcher=launcher, steps=steps, target_loss=target_loss,
+    )  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
