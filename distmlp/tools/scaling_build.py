@@ -28,6 +28,7 @@ from distmlp.tools.scaling_runs import FinishedRun
 
 PREDICTED_RANKS = (8, 64, 512, 4096)
 SPREAD_WARNED = 0.2  # (slowest - fastest) / median of a point's blocks
+ERROR_WARNED = 0.1  # of the model at a measured point
 
 
 def build_report(
@@ -53,8 +54,7 @@ def build_report(
         _point(point, source, run, blocks[id(run)], measured[0], gradient_bytes, target_loss)
         for point, source, (_, run) in zip(measured, sources, pairs, strict=True)
     ]
-    model = fit(measured, gradient_bytes, exchanges)
-    modes = list(dict.fromkeys(mode for mode, _ in pairs))
+    prediction = _prediction(measured, base.batch, gradient_bytes, exchanges)
     links = [bus_bandwidth(e.ranks, e.bytes, e.us) for e in exchanges]
     return {
         "format": FORMAT,
@@ -77,30 +77,33 @@ def build_report(
             for e, link in zip(exchanges, links, strict=True)
         ],
         "link_bytes_per_second": max(links, default=None),
-        "model": {
-            "fixed_us": model.fixed_us,
-            "per_row_us": model.per_row_us,
-            "imbalance_us": model.imbalance_us,
-            "latency_us": model.latency_us,
-            "bandwidth_bytes_per_second": model.bandwidth_bytes_per_second,
-        },
+        **prediction,
+        "target_loss": target_loss,
+        "warnings": [*notes, *_warnings(runs, table), *_doubts(prediction["prediction_errors"])],
+    }
+
+
+def _prediction(
+    measured: Sequence[Measured], batch: int, gradient_bytes: int, exchanges: Sequence[AllReduce]
+) -> dict[str, Any]:
+    """The fitted model, how far it is off at the measured points, and what it says of more ranks."""
+    model = fit(measured, gradient_bytes, exchanges)
+    errors = []
+    for point in measured:
+        step_us = model.step_us(point.ranks, point.batch)
+        place = {"mode": point.mode, "ranks": point.ranks, "measured_us": point.step_us, "predicted_us": step_us}
+        errors.append(place | {"error": relative_error(step_us, point.step_us)})
+    coefficients = {key: value for key, value in vars(model).items() if key not in ("per_byte_us", "gradient_bytes")}
+    return {
+        "model": coefficients | {"bandwidth_bytes_per_second": model.bandwidth_bytes_per_second},
         "predictions": [
-            predict(model, mode, ranks, base.batch) | {"prediction": True}
-            for mode in modes
+            predict(model, mode, ranks, batch) | {"prediction": True}
+            for mode in dict.fromkeys(point.mode for point in measured)
             for ranks in PREDICTED_RANKS
         ],
-        "prediction_errors": [
-            {
-                "mode": p.mode, "ranks": p.ranks, "measured_us": p.step_us,
-                "predicted_us": model.step_us(p.ranks, p.batch),
-                "error": relative_error(model.step_us(p.ranks, p.batch), p.step_us),
-            }
-            for p in measured
-        ],
+        "prediction_errors": errors,
         "held_out_error": _held_out_error(measured, gradient_bytes, exchanges),
-        "target_loss": target_loss,
-        "warnings": [*notes, *_warnings(runs, table)],
-    }  # fmt: skip
+    }
 
 
 def _check_alike(runs: Sequence[FinishedRun]) -> None:
@@ -238,3 +241,10 @@ def _warnings(runs: Sequence[FinishedRun], table: Sequence[dict[str, Any]]) -> l
         if spread > SPREAD_WARNED:
             found.append(f"{point['mode']}, {point['ranks']} ranks: the blocks spread by {spread:.0%} of their median")
     return list(dict.fromkeys(found))
+
+
+def _doubts(errors: Sequence[dict[str, Any]]) -> list[str]:
+    worst = max((abs(point["error"]) for point in errors), default=0.0)
+    if worst <= ERROR_WARNED:
+        return []
+    return [f"the model misses a measured point by {worst:.0%}: take its predictions for a rough guess"]

@@ -9,22 +9,41 @@ import numpy as np
 import pytest
 
 from distmlp.tools.scaling_math import (
+    Block,
     Measured,
-    block_times,
     bus_bandwidth,
     derived_communication_us,
     efficiency,
     speedup,
+    time_blocks,
     time_split,
 )
 from distmlp.tools.scaling_model import AllReduce, CostModel, fit, nonnegative_least_squares, predict
 
 
-def test_blocks_leave_the_warm_up_and_clock_restarts_out():
-    steps = [10, 20, 30, 40, 50, 60]
-    seconds = [5.0, 6.0, 6.1, 6.2, 1.0, 1.1]  # resumed before the fifth line
-    assert block_times(steps, seconds, warmup_steps=20) == pytest.approx([1e4, 1e4, 1e4])
-    assert block_times(steps[:1], seconds[:1], 0).size == 0
+def _line(step, seconds, train=None, **more):
+    timing = {} if train is None else {"train_seconds": train, "data_wait_seconds": 0.1, "communication_seconds": 0.2}
+    return {"step": step, "seconds": seconds, **timing, **more}
+
+
+def test_a_block_spans_log_points_and_takes_epoch_ends_in():
+    lines = [_line(10, 5.0, 4.0), _line(17, 6.0, 0.7), _line(20, 6.5, 0.4), _line(30, 7.5, 0.8)]
+    first, second = time_blocks(lines, 10)
+    assert (first.steps, first.seconds) == (10, 1.5)
+    assert first.communication_seconds == pytest.approx(0.4)
+    assert first.other_seconds == pytest.approx(0.4)
+    assert second == Block(10, 1.0, 0.2, 0.1, pytest.approx(0.2))
+
+
+def test_validation_within_a_block_does_not_count():
+    lines = [_line(10, 5.0, 4.0, validation_loss=1.0), _line(20, 9.0, 0.5), _line(30, 9.6, 0.5)]
+    assert [block.seconds for block in time_blocks(lines, 10)] == pytest.approx([0.5, 0.6])
+
+
+def test_a_clock_that_starts_anew_makes_no_block_and_missing_figures_stay_unknown():
+    lines = [_line(10, 5.0), _line(20, 6.0), _line(30, 0.5), _line(40, 1.5)]
+    assert time_blocks(lines, 10) == [Block(10, 1.0, None, None, None), Block(10, 1.0, None, None, None)]
+    assert time_blocks(lines[:1], 10) == []
 
 
 @pytest.mark.parametrize(
