@@ -19,6 +19,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from launching import LAUNCHER_VARIABLES
+
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "scancel")
 NODES = ("n1", "n2")
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
@@ -88,10 +90,10 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
-        for name in [key for key in self.environment if key.startswith(("SLURM_", "SBATCH_", "PMI"))]:
-            if name != "SLURM_CONF":  # what a surrounding job left would change what is tested
-                del self.environment[name]
+        # What a surrounding job or launcher left would change what is tested.
+        foreign = (*LAUNCHER_VARIABLES, "SBATCH_", "SRUN_", "DISTMLP_")
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
+        self.environment = {**kept, "SLURM_CONF": str(folder / "slurm.conf")}
 
     @classmethod
     def start(cls, folder: Path) -> Cluster:
