@@ -96,6 +96,8 @@ def open_job(
         engine.load(start.state)
         world.agree(lambda: output.begin(config, start.step), "output")
         store = world.agree(lambda: Store(output.checkpoints, network, config.run.keep) if world.rank == 0 else None)
+        if store:
+            stack.enter_context(store)  # a run that fails leaves its last checkpoint whole
         events = world.agree(lambda: _events(config, output, world))
         if events:
             stack.callback(events.close)

@@ -173,11 +173,16 @@ class Run:
 
     def _log(self, entry: dict[str, Any]) -> None:
         job = self.job
-        job.world.agree(lambda: job.output.record(entry), "metrics")
+        job.world.agree(lambda: self._record(entry), "writing results")
         if job.events:
             job.events.record(entry)
         job.reporter.exchange()
         job.reporter.log(entry)
+
+    def _record(self, entry: dict[str, Any]) -> None:
+        if self.job.store:
+            self.job.store.check()  # a checkpoint that failed in the background must not stay unknown for hours
+        self.job.output.record(entry)
 
     def _finish(self, status: str) -> Summary:
         """Wait for the last checkpoint to be on disk, then say how the run ended."""
