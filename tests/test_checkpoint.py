@@ -16,7 +16,6 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from checkpoint_samples import assert_equal, configuration, reseal, sample, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from distmlp.engine import Standardization
 from distmlp.engine.optimizers import slot_names
 from distmlp.errors import CheckpointError
 from distmlp.seal import SEAL_BYTES
+from tests.checkpoint_samples import assert_equal, configuration, reseal, sample, write
 
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "rmsprop", "adam", "adamw", "lamb")
 
@@ -334,7 +334,7 @@ def test_file_systems_without_locks(tmp_path):
     script = (
         "import sys, fcntl\n"
         "from pathlib import Path\n"
-        "from checkpoint_samples import write\n"
+        "from tests.checkpoint_samples import write\n"
         "from distmlp.checkpoint import load\n"
         "try:\n"
         "    fcntl.flock(0, fcntl.LOCK_SH); sys.exit('the shim is not in force')\n"

@@ -7,9 +7,9 @@ import warnings
 
 import numpy as np
 import pytest
-from worlds import LoneWorld
 
 from distmlp.metrics import MeanLoss, Reporter, Throughput
+from tests.worlds import LoneWorld
 
 ENTRY = {
     "step": 50, "epoch": 1, "loss": 0.25, "learning_rate": 1e-3, "samples_per_second": 12345.6, "seconds": 3.0,

@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoint_samples import configuration
-from worlds import LoneWorld
 
 from distmlp import lock
 from distmlp.config import RunConfig
 from distmlp.errors import CheckpointError, ConfigError, SystemUnfitError
 from distmlp.output import RunOutput, Summary, remove_results, strict_json, versions
+from tests.checkpoint_samples import configuration
+from tests.worlds import LoneWorld
 
 SUMMARY_KEYS = [
     "status", "steps", "epochs", "samples", "ranks", "hosts", "engine", "transport", "precision", "loss", "validation",

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoint_samples import assert_equal, sample, write
 
 from distmlp import store as stores
 from distmlp.checkpoint import load
 from distmlp.errors import CheckpointError
 from distmlp.store import Store, newest, resolve_checkpoint
+from tests.checkpoint_samples import assert_equal, sample, write
 
 NETWORK = sample().network
 
