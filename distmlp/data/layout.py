@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 CHUNK_ENTRY = np.dtype([("offset", "<i8"), ("size", "<u4"), ("mask", "<u4")])  # offset -1: never written
+CHECKSUM_GROUP = "distmlp_checksums"  # CRC-32 of every so many rows of the dataset of the same name
 DEFLATE, SHUFFLE, NBIT, SCALEOFFSET = 1, 2, 5, 6
 
 

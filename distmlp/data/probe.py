@@ -17,13 +17,12 @@ from typing import Any, BinaryIO
 import h5py
 import numpy as np
 
-from distmlp.data.layout import CHUNK_ENTRY
+from distmlp.data.layout import CHECKSUM_GROUP, CHUNK_ENTRY
 
 MAX_LINKS = 32
 MAX_LISTED = 40
 # Memory that a sparse or compressed dataset may expand to: deflate packs at most 1032 : 1.
 MAX_EXPANSION, FREE_EXPANSION = 1100, 16 << 20
-CHECKSUM_GROUP = "distmlp_checksums"
 
 
 class Refused(Exception):

@@ -1,0 +1,110 @@
+"""Rows of CSV files, a block at a time: NumPy's parser where all is numbers, cell by cell where it is not."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distmlp.data.shards import Rows
+from distmlp.data.tables import MISSING, Selection, Table
+from distmlp.errors import DataError
+
+BLOCK_LINES = 8192
+DELIMITERS = ",;\t|"
+MAX_LINE = 64 << 20
+
+
+def read_csv(path: Path, selection: Selection, header: bool | None = None) -> tuple[Table, Iterator[Rows]]:
+    """The table of a CSV file (.gz too) and its rows, block by block. Raises DataError naming line and column.
+
+    `header`: whether the first line names the columns; None: it does if a cell in it is not a number.
+    """
+    blocks = _blocks(path)
+    number, lines = next(blocks, (1, []))
+    if not lines:
+        raise DataError(f"{path}: is empty, expected lines of numbers")
+    delimiter = max(DELIMITERS, key=lines[0].count)
+    first = next(csv.reader(lines[:1], delimiter=delimiter))
+    if header is None:
+        header = any(not _is_number(cell) for cell in first)
+    names = [cell.strip() for cell in first] if header else [str(k) for k in range(len(first))]
+    table = Table(names, selection, str(path))
+
+    def rows() -> Iterator[Rows]:
+        start, block = (number + 1, lines[1:]) if header else (number, lines)
+        if block:
+            yield table.rows(_parse(block, start, delimiter, table), start, "line")
+        for start, block in blocks:
+            yield table.rows(_parse(block, start, delimiter, table), start, "line")
+
+    return table, rows()
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return cell.strip().lower() in MISSING
+    return True
+
+
+def _blocks(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """(number of the first line, whole records) of at most `BLOCK_LINES`; a quoted cell may span lines."""
+    try:
+        with _open(path) as file:
+            number, first, open_quote = 0, 1, False
+            block: list[str] = []
+            while line := file.readline(MAX_LINE):
+                number += 1
+                if len(line) >= MAX_LINE:
+                    raise DataError(f"{path}, line {number}: longer than {MAX_LINE:,} characters; is this a CSV file?")
+                if open_quote:
+                    block[-1] += line
+                elif line.strip():
+                    block.append(line)
+                elif not block:
+                    first = number + 1
+                open_quote ^= line.count('"') % 2 == 1
+                if len(block) >= BLOCK_LINES and not open_quote:
+                    yield first, block
+                    first, block = number + 1, []
+            if open_quote:
+                raise DataError(f"{path}: a quotation mark is never closed")
+            if block:
+                yield first, block
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text ({error.reason}); is this a CSV file?") from None
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+
+
+def _open(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return io.TextIOWrapper(gzip.open(path), encoding="utf-8-sig", newline="")
+    return open(path, encoding="utf-8-sig", newline="")
+
+
+def _parse(lines: list[str], first: int, delimiter: str, table: Table) -> NDArray:
+    """float64 (lines, columns); NaN where a value is missing or the column is not used."""
+    if not table.codes and len(table.used) == len(table.names):
+        try:
+            values = np.loadtxt(lines, np.float64, delimiter=delimiter, quotechar='"', comments=None, ndmin=2)
+            if values.shape == (len(lines), len(table.names)):
+                return values
+        except ValueError:
+            pass  # the slow way says where and why
+    values = np.full((len(lines), len(table.names)), np.nan)
+    for row, cells in enumerate(csv.reader(lines, delimiter=delimiter)):
+        where = f"{table.where}, line {first + row}"
+        if len(cells) != len(table.names):
+            raise DataError(f"{where}: {len(cells)} cells, expected {len(table.names)}")
+        for column in table.used:
+            values[row, column] = table.cell(column, cells[column], where)
+    return values
