@@ -1,4 +1,4 @@
-// `wgmma` of one k16 step for every N up to 136 columns (Hopper only; PTX ISA 7.8+, "wgmma.mma_async").
+// `wgmma` of one k16 step for every N up to 136 columns, and 256 (Hopper only; PTX ISA 7.8+, "wgmma.mma_async").
 // One line per N: the instruction names its accumulators one by one, so the table cannot be a loop.
 #pragma once
 #include "types.cuh"
@@ -29,6 +29,21 @@ struct Wgmma;
 #define ACC15 ACC14, ACC(56)
 #define ACC16 ACC15, ACC(60)
 #define ACC17 ACC16, ACC(64)
+#define ACC18 ACC17, ACC(68)
+#define ACC19 ACC18, ACC(72)
+#define ACC20 ACC19, ACC(76)
+#define ACC21 ACC20, ACC(80)
+#define ACC22 ACC21, ACC(84)
+#define ACC23 ACC22, ACC(88)
+#define ACC24 ACC23, ACC(92)
+#define ACC25 ACC24, ACC(96)
+#define ACC26 ACC25, ACC(100)
+#define ACC27 ACC26, ACC(104)
+#define ACC28 ACC27, ACC(108)
+#define ACC29 ACC28, ACC(112)
+#define ACC30 ACC29, ACC(116)
+#define ACC31 ACC30, ACC(120)
+#define ACC32 ACC31, ACC(124)
 #define NAMES1 "%0,%1,%2,%3"
 #define NAMES2 NAMES1 ",%4,%5,%6,%7"
 #define NAMES3 NAMES2 ",%8,%9,%10,%11"
@@ -46,6 +61,21 @@ struct Wgmma;
 #define NAMES15 NAMES14 ",%56,%57,%58,%59"
 #define NAMES16 NAMES15 ",%60,%61,%62,%63"
 #define NAMES17 NAMES16 ",%64,%65,%66,%67"
+#define NAMES18 NAMES17 ",%68,%69,%70,%71"
+#define NAMES19 NAMES18 ",%72,%73,%74,%75"
+#define NAMES20 NAMES19 ",%76,%77,%78,%79"
+#define NAMES21 NAMES20 ",%80,%81,%82,%83"
+#define NAMES22 NAMES21 ",%84,%85,%86,%87"
+#define NAMES23 NAMES22 ",%88,%89,%90,%91"
+#define NAMES24 NAMES23 ",%92,%93,%94,%95"
+#define NAMES25 NAMES24 ",%96,%97,%98,%99"
+#define NAMES26 NAMES25 ",%100,%101,%102,%103"
+#define NAMES27 NAMES26 ",%104,%105,%106,%107"
+#define NAMES28 NAMES27 ",%108,%109,%110,%111"
+#define NAMES29 NAMES28 ",%112,%113,%114,%115"
+#define NAMES30 NAMES29 ",%116,%117,%118,%119"
+#define NAMES31 NAMES30 ",%120,%121,%122,%123"
+#define NAMES32 NAMES31 ",%124,%125,%126,%127"
 #define WGMMA(BLOCKS, SHAPE, O0, O1, O2, O3, O4, O5, O6)                                                              \
     template <> struct Wgmma<BLOCKS> {                                                                               \
         template <int TRANSPOSED_B>                                                                                  \
@@ -80,6 +110,7 @@ WGMMA(14, "n112", "%56", "%57", "%58", "%59", "%60", "%61", "%62")
 WGMMA(15, "n120", "%60", "%61", "%62", "%63", "%64", "%65", "%66")
 WGMMA(16, "n128", "%64", "%65", "%66", "%67", "%68", "%69", "%70")
 WGMMA(17, "n136", "%68", "%69", "%70", "%71", "%72", "%73", "%74")
+WGMMA(32, "n256", "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 #undef WGMMA
 // clang-format on
 

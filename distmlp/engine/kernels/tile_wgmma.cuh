@@ -1,0 +1,92 @@
+// The main loop of `Product` by Hopper's warpgroup products: bf16, both operands in shared memory, 128-byte swizzle.
+// Eight warps are two warpgroups of 64 rows each; the results lie in the threads exactly as Product's do for 8 × 1
+// warps, so all that follows the main loop is shared.
+#pragma once
+#include "tile.cuh"
+#include "wgmma.cuh"
+
+// A tile of ROWS × COLS elements as `wgmma` reads it. Rows are cut into columns of 64 elements (128 bytes), one column
+// block after the other; the eight 16-byte chunks of a row change places with the row's number, which keeps both
+// copies and products free of bank conflicts (PTX ISA, "Shared memory matrix layout", 128-byte swizzle).
+template <int ROWS, int COLS>
+struct Swizzled {
+    static constexpr int SIZE = ROWS * COLS, BLOCK = ROWS * 64;  // elements
+    static constexpr int CHUNKS = COLS / 8, PASS = THREADS / CHUNKS;
+    static_assert(COLS % 64 == 0 && THREADS % CHUNKS == 0 && PASS % 8 == 0 && ROWS % PASS == 0, "whole passes");
+
+    static __device__ __forceinline__ void load(Element* tile, const View& from, int row, int col) {
+        const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
+        const bool inside = col + chunk * 8 < from.cols;
+        const Element* source = from.base + (i64)(row + first) * from.ld + (col + chunk * 8);
+        // the row's number modulo 8 is the same in every pass
+        Element* to = tile + (chunk / 8) * BLOCK + first * 64 + ((chunk ^ first) & 7) * 8;
+#pragma unroll
+        for (int r = 0; r < ROWS; r += PASS) {
+            copy_async(to + r * 64, source, inside && row + r + first < from.rows);
+            source += (i64)PASS * from.ld;
+        }
+    }
+};
+
+template <class S, bool A_ROWS_M, bool B_ROWS_K>
+struct WarpgroupProduct : Product<S, A_ROWS_M, B_ROWS_K> {
+    static_assert(S::K == 64 && S::M == 128 && S::WM == 8 && S::WN == 1 && S::STAGES >= 3, "two warpgroups, one atom deep");
+    typedef Swizzled<A_ROWS_M ? S::M : S::K, A_ROWS_M ? S::K : S::M> StageA;
+    typedef Swizzled<B_ROWS_K ? S::K : S::N, B_ROWS_K ? S::N : S::K> StageB;
+    static constexpr int STAGE = StageA::SIZE + StageB::SIZE;  // elements; a multiple of the 1024-byte atom
+    static constexpr int AHEAD = S::STAGES - 2;                // the stage before last may still be read
+    static constexpr int PIPE_BYTES = STAGE * S::STAGES * (int)sizeof(Element) + 1024;
+    static constexpr int SHARED_BYTES = PIPE_BYTES > OutputTile<S>::BYTES ? PIPE_BYTES : OutputTile<S>::BYTES;
+
+    // As Product::run. The product of a stage runs while the next is waited for and one further on is fetched.
+    __device__ __forceinline__ void run(
+        const View& a, const View& b, int m0, int n0, int k_begin, int k_end, Element* shared) {
+        shared = (Element*)(((u64)shared + 1023) & ~(u64)1023);
+        const u32 base = (u32)__cvta_generic_to_shared(shared);
+        const int group = threadIdx.x >> 7;  // warpgroup
+        const int steps = k_end > k_begin ? (k_end - k_begin + S::K - 1) / S::K : 0;
+#pragma unroll
+        for (int i = 0; i < S::N / 2; ++i) this->c[i] = 0.f;
+#pragma unroll
+        for (int s = 0; s < AHEAD; ++s) {
+            if (s < steps) fetch(a, b, m0, n0, k_begin + s * S::K, shared + s * STAGE);
+            copy_commit();
+        }
+        int use = 0, fill = AHEAD;
+#pragma unroll 1
+        for (int step = 0; step < steps; ++step) {
+            copy_wait<AHEAD - 1>();
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // plain copies, read by the tensor cores
+            __syncthreads();
+            const u32 at = base + use * (STAGE * 2);
+            const u64 of_a = matrix<A_ROWS_M>(at + group * 64 * 64 * 2, StageA::BLOCK);
+            const u64 of_b = matrix<!B_ROWS_K>(at + StageA::SIZE * 2, StageB::BLOCK);
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+            for (int k = 0; k < S::K / 16; ++k)
+                narrow::Wgmma<S::N / 8>::template ss<!A_ROWS_M, B_ROWS_K>(
+                    this->c, of_a + k * (A_ROWS_M ? 2 : 128), of_b + k * (B_ROWS_K ? 128 : 2));
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            if (step + AHEAD < steps) fetch(a, b, m0, n0, k_begin + (step + AHEAD) * S::K, shared + fill * STAGE);
+            copy_commit();
+            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+            use = use + 1 == S::STAGES ? 0 : use + 1;
+            fill = fill + 1 == S::STAGES ? 0 : fill + 1;
+        }
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        copy_wait<0>();
+        __syncthreads();
+    }
+
+    static __device__ __forceinline__ void fetch(
+        const View& a, const View& b, int m0, int n0, int k0, Element* stage) {
+        StageA::load(stage, a, A_ROWS_M ? m0 : k0, A_ROWS_M ? k0 : m0);
+        StageB::load(stage + StageA::SIZE, b, B_ROWS_K ? k0 : n0, B_ROWS_K ? n0 : k0);
+    }
+
+    // Matrix descriptor of an operand at a shared-memory address; DEEP: its rows run along k, as they do by default.
+    template <bool DEEP>
+    static __device__ __forceinline__ u64 matrix(u32 at, int block) {
+        return (u64)((at & 0x3ffff) >> 4) | (u64)(DEEP ? 1 : block * 2 / 16) << 16 | (u64)(1024 / 16) << 32 | 1ull << 62;
+    }
+};
