@@ -1,0 +1,105 @@
+"""Killed while saving, again and again: every resume finds a complete checkpoint, the end is the same (E01)."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.faults.problem import losses, make_problem, newest_step, sha256, train
+from tests.launching import finish, start_mpi
+
+STEPS = 2500  # more than the kills leave time for; the last resume goes to the end
+
+
+def kill_at_random(toml: Path, output: Path, ranks: int, rng: random.Random) -> None:
+    """Start or resume the run, let it save a few times (or none), then kill one rank or the whole job."""
+    before = newest_step(output)
+    job = start_mpi(
+        ranks, [sys.executable, "-m", "distmlp", "train", str(toml), "--output", str(output), "--resume"],
+    )  # fmt: skip
+    wanted = before + rng.choice((0, 1, 1, 2, 5, 20))
+    deadline = time.monotonic() + 60
+    while job.poll() is None and newest_by_name(output) < wanted:
+        assert time.monotonic() < deadline, "no progress"
+        time.sleep(0.001)
+    time.sleep(rng.uniform(0, 0.02 if wanted > before else 0.8))
+    victims = rank_processes(job.pid)
+    whole = ranks == 0 or rng.random() < 0.5
+    for pid in [job.pid, *victims] if whole else rng.sample(victims, min(1, len(victims))):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    finish(job, 30)
+    assert job.returncode != 0 or newest_step(output) == STEPS
+    for pid in victims:
+        while alive(pid):  # the launcher ends the others
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+
+def newest_by_name(output: Path) -> int:
+    names = [path.name for path in (output / "checkpoints").glob("step-*.h5")]
+    return max((int(re.sub(r"\D", "", name.removesuffix(".h5"))) for name in names), default=0)
+
+
+def rank_processes(root: int) -> list[int]:
+    """Python processes below `root`: the ranks."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                parents[int(entry.name)] = (int(fields[1]), b"distmlp" in (entry / "cmdline").read_bytes())
+            except (OSError, IndexError):
+                continue
+    below, grown = {root}, True
+    while grown:
+        more = {pid for pid, (parent, _) in parents.items() if parent in below} - below
+        below, grown = below | more, bool(more)
+    return [pid for pid in below if pid != root and parents[pid][1] and b"mpi" not in cmdline(pid)[:1][0]]
+
+
+def cmdline(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return [b""]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (OSError, IndexError):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kills"),
+    [(0, 8), (3, 4), pytest.param(0, 120, marks=pytest.mark.full), pytest.param(3, 80, marks=pytest.mark.full)],
+)
+def test_every_kill_leaves_a_complete_checkpoint(tmp_path, ranks, kills):
+    toml = make_problem(tmp_path, steps=STEPS, log_every=7, ema_decay=0.9)
+    killed, rng = tmp_path / "killed", random.Random(ranks)
+    reached = 0
+    for _ in range(kills):
+        kill_at_random(toml, killed, ranks, rng)
+        step = newest_step(killed)  # loads it, and fails on a damaged one
+        assert step >= reached
+        reached = step
+    assert reached > 0
+    total = f"run.steps={reached + 20}"
+    train(toml, killed, ranks, "--resume", "--set", total)
+    train(toml, tmp_path / "whole", ranks, "--set", total, "--set", "run.checkpoint_every='1 hour'")
+    assert sha256(killed) == sha256(tmp_path / "whole")
+    assert losses(killed)[-1] == losses(tmp_path / "whole")[-1]
+    steps = [step for step, _ in losses(killed)]
+    assert steps == sorted(set(steps))
+    left = sorted(path.name for path in killed.rglob("*") if path.name.startswith("."))
+    assert left == []  # neither temporary files nor a lock
