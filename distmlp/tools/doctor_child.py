@@ -1,0 +1,168 @@
+"""What `distmlp doctor` finds out in child processes, where a broken library may crash: prints one JSON object.
+
+Run as `python -m distmlp.tools.doctor_child gpu|library|ranks`; the last under a launcher.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+TRIAL_SOURCE = """
+#include <cooperative_groups.h>
+#include <cuda_bf16.h>
+extern "C" __global__ void trial(__nv_bfloat16* x) {
+  cooperative_groups::this_grid().sync();
+  x[threadIdx.x] = __float2bfloat16(1.0f);
+}
+"""
+CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
+
+
+def describe_gpu() -> dict[str, Any]:
+    """Driver, devices and peers through the driver library; CuPy, NVRTC and NCCL where they are installed."""
+    from distmlp.engine.device import find_obstacle
+
+    facts: dict[str, Any] = {"driver": None, "devices": [], "peers": [], "cupy": _package("cupy-cuda")}
+    with suppress(OSError):
+        facts |= _driver(ctypes.CDLL("libcuda.so.1"))
+    if facts["cupy"]:
+        facts["nvrtc"] = _nvrtc([device["capability"] for device in facts["devices"]])
+        facts["nccl"] = _nccl()
+    facts["obstacle"] = find_obstacle()
+    return facts
+
+
+def _driver(cuda: ctypes.CDLL) -> dict[str, Any]:
+    version, count = ctypes.c_int(), ctypes.c_int()
+    cuda.cuDriverGetVersion(ctypes.byref(version))
+    code = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
+    facts: dict[str, Any] = {"driver": {"cuda": f"{version.value // 1000}.{version.value % 1000 // 10}", "code": code}}
+    with suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        facts["driver"]["version"] = next(word for word in text.split() if word[0].isdigit() and "." in word)
+    handles = []
+    for ordinal in range(count.value if code == 0 else 0):
+        handle = ctypes.c_int()
+        cuda.cuDeviceGet(ctypes.byref(handle), ordinal)
+        handles.append(handle)
+    facts["devices"] = [_device(cuda, ordinal, handle) for ordinal, handle in enumerate(handles)]
+    facts["peers"] = [[a is b or _can_access(cuda, a, b) for b in handles] for a in handles]
+    return facts
+
+
+def _device(cuda: ctypes.CDLL, ordinal: int, handle: ctypes.c_int) -> dict[str, Any]:
+    name, uuid, memory = ctypes.create_string_buffer(256), (ctypes.c_ubyte * 16)(), ctypes.c_size_t()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    cuda.cuDeviceGetName(name, 256, handle)
+    cuda.cuDeviceGetUuid(ctypes.byref(uuid), handle)
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), handle)
+    cuda.cuDeviceGetAttribute(ctypes.byref(major), CAPABILITY_MAJOR, handle)
+    cuda.cuDeviceGetAttribute(ctypes.byref(minor), CAPABILITY_MINOR, handle)
+    text = bytes(uuid).hex()
+    return {
+        "ordinal": ordinal,
+        "name": name.value.decode(errors="replace"),
+        "uuid": f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}",
+        "capability": 10 * major.value + minor.value,
+        "memory_bytes": memory.value,
+    }
+
+
+def _can_access(cuda: ctypes.CDLL, first: ctypes.c_int, second: ctypes.c_int) -> bool:
+    answer = ctypes.c_int()
+    return cuda.cuDeviceCanAccessPeer(ctypes.byref(answer), first, second) == 0 and bool(answer.value)
+
+
+def _nvrtc(capabilities: list[int]) -> dict[str, Any]:
+    """Version and targets of NVRTC, and whether a kernel with the headers that ours use compiles: `error` if not."""
+    facts: dict[str, Any] = {}
+    try:
+        from cupy.cuda import nvrtc
+
+        facts["version"] = ".".join(map(str, nvrtc.getVersion()))
+        facts["targets"] = sorted(nvrtc.getSupportedArchs())
+        program = nvrtc.createProgram(TRIAL_SOURCE, "trial.cu", (), ())
+        target = max((c for c in capabilities if c in facts["targets"]), default=80)
+        folders = include_folders()
+        facts["includes"] = folders
+        options = ("-std=c++17", f"-arch=compute_{target}", *(f"-I{folder}" for folder in folders))
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError:
+            facts["error"] = nvrtc.getProgramLog(program).strip().splitlines()[0]
+    except Exception as error:  # CuPy and its libraries raise what they like when parts are missing
+        facts["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return facts
+
+
+def include_folders() -> list[str]:
+    """Folders with the CUDA headers: those of PyPI's packages, or of a toolkit."""
+    roots = [Path(entry) / "nvidia" for entry in sys.path if entry]
+    candidates = [folder for root in roots for folder in sorted(root.glob("*/include"))]
+    candidates += [Path(os.environ[name]) / "include" for name in ("CUDA_PATH", "CUDA_HOME") if name in os.environ]
+    candidates.append(Path("/usr/local/cuda/include"))
+    found = [folder for folder in candidates if (folder / "cuda_bf16.h").exists()]
+    return [str(path) for folder in found for path in (folder, folder / "cccl") if path.is_dir()]
+
+
+def _nccl() -> str | None:
+    with suppress(Exception):
+        from cupy.cuda import nccl
+
+        version = nccl.get_version()
+        return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    return None
+
+
+def _package(prefix: str) -> str | None:
+    """`name version` of the installed distribution whose name begins with `prefix`."""
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"] or ""
+        if name.startswith(prefix):
+            return f"{name} {distribution.version}"
+    return None
+
+
+def describe_library() -> dict[str, Any]:
+    """The MPI library that mpi4py loads by itself."""
+    from distmlp.comm.startup import library_make, start_mpi
+
+    library = start_mpi(None)[1]
+    return {"library": library, "make": library_make(library)}
+
+
+def describe_ranks() -> dict[str, Any]:
+    """What several ranks see of each other, on rank 0; nothing elsewhere."""
+    from distmlp.comm.world import open_world
+
+    world = open_world()
+    return {"size": world.size, "library": world.library, "hosts": list(world.hosts)} if world.rank == 0 else {}
+
+
+SUBJECTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "gpu": describe_gpu,
+    "library": describe_library,
+    "ranks": describe_ranks,
+}
+
+
+def main() -> int:
+    """Print the facts of the subject named on the command line."""
+    facts = SUBJECTS[sys.argv[1]]()
+    if facts:
+        print(json.dumps(facts), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    from distmlp.comm.policy import guarded
+
+    guarded(main)
