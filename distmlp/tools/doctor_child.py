@@ -15,14 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-TRIAL_SOURCE = """
-#include <cooperative_groups.h>
-#include <cuda_bf16.h>
-extern "C" __global__ void trial(__nv_bfloat16* x) {
-  cooperative_groups::this_grid().sync();
-  x[threadIdx.x] = __float2bfloat16(1.0f);
-}
-"""
+from distmlp.errors import SystemUnfitError
+
+PLAIN_TRIAL = 'extern "C" __global__ void trial(float* x) { x[threadIdx.x] += 1.0f; }'
+HEADER_TRIAL = f"#include <cooperative_groups.h>\n#include <cuda_bf16.h>\n{PLAIN_TRIAL}"
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
 
 
@@ -82,25 +78,40 @@ def _can_access(cuda: ctypes.CDLL, first: ctypes.c_int, second: ctypes.c_int) ->
 
 
 def _nvrtc(capabilities: list[int]) -> dict[str, Any]:
-    """Version and targets of NVRTC, and whether a kernel with the headers that ours use compiles: `error` if not."""
-    facts: dict[str, Any] = {}
-    try:
-        from cupy.cuda import nvrtc
+    """Version and targets of NVRTC, which GPUs it does not know, and whether it compiles: `error` if not.
 
-        facts["version"] = ".".join(map(str, nvrtc.getVersion()))
-        facts["targets"] = sorted(nvrtc.getSupportedArchs())
-        program = nvrtc.createProgram(TRIAL_SOURCE, "trial.cu", (), ())
-        target = max((c for c in capabilities if c in facts["targets"]), default=80)
-        folders = include_folders()
-        facts["includes"] = folders
-        options = ("-std=c++17", f"-arch=compute_{target}", *(f"-I{folder}" for folder in folders))
-        try:
-            nvrtc.compileProgram(program, options)
-        except nvrtc.NVRTCError:
-            facts["error"] = nvrtc.getProgramLog(program).strip().splitlines()[0]
-    except Exception as error:  # CuPy and its libraries raise what they like when parts are missing
-        facts["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    `headers`: whether a kernel that includes CUDA's headers compiles too ("" if it does): ours need none.
+    """
+    from distmlp.engine import compile as compiler
+
+    facts: dict[str, Any] = {"unfit": [], "includes": include_folders()}
+    try:
+        facts |= {"version": compiler.version(), "targets": list(compiler.supported())}
+        options = ["-std=c++17"]
+        for capability in sorted(set(capabilities)):
+            try:
+                options = ["-std=c++17", f"-arch={compiler.architecture(capability)}"]
+            except SystemUnfitError as error:
+                facts["unfit"].append(str(error))
+        facts["error"] = _trial(PLAIN_TRIAL, options)
+        facts["headers"] = _trial(HEADER_TRIAL, [*options, *(f"-I{folder}" for folder in facts["includes"])])
+    except SystemUnfitError as error:
+        facts["error"] = str(error)
     return facts
+
+
+def _trial(source: str, options: list[str]) -> str:
+    """The first line of NVRTC's complaint about `source`; empty where it compiles."""
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram(source, "trial.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, tuple(options))
+        return ""
+    except nvrtc.NVRTCError as error:
+        return (nvrtc.getProgramLog(program).strip().splitlines() or [str(error)])[0]
+    finally:
+        nvrtc.destroyProgram(program)
 
 
 def include_folders() -> list[str]:

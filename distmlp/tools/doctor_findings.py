@@ -96,31 +96,28 @@ def _cupy(gpu: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _nvrtc(gpu: dict[str, Any], built: str) -> Iterator[Finding]:
-    nvrtc, devices = gpu["nvrtc"], gpu["devices"]
-    broken = FAULT if devices else NOTE
+    nvrtc = gpu["nvrtc"]
+    brings = f"pip install 'distmlp[cuda{built}]' brings"
+    broken = FAULT if gpu["devices"] else NOTE
     if "version" not in nvrtc:
-        yield Finding("NVRTC", broken, f"cannot be loaded: {nvrtc['error']}",
-                      f"pip install 'distmlp[cuda{built}]' brings it (nvidia-cuda-nvrtc), or set CUDA_PATH to a "
-                      "toolkit")  # fmt: skip
+        yield Finding("NVRTC", broken, nvrtc["error"], f"{brings} it, or set CUDA_PATH to a toolkit")
         return
+    for unfit in nvrtc["unfit"]:
+        yield Finding("NVRTC", FAULT, unfit, "or use another GPU; `--set run.engine=reference` trains on the CPU")
     targets = nvrtc["targets"]
     span = f"NVRTC {nvrtc['version']} compiles for capabilities {targets[0] / 10:.1f} to {targets[-1] / 10:.1f}"
-    for device in devices:
-        capability = device["capability"]
-        if capability < targets[0]:
-            yield Finding("NVRTC", FAULT, f"{device['name']} has compute capability {capability / 10:.1f}; {span}",
-                          "use an older CUDA (distmlp[cuda12]), or a newer GPU")  # fmt: skip
-        elif capability > targets[-1]:
-            yield Finding("NVRTC", WARNING, f"{device['name']} has compute capability {capability / 10:.1f}; {span}",
-                          "update the CUDA packages: pip install -U 'distmlp[cuda13]'")  # fmt: skip
-    if "error" in nvrtc:
+    if nvrtc["error"]:
+        yield Finding("NVRTC", broken, f"{span}, but a trial kernel fails: {nvrtc['error']}",
+                      f"pip install --force-reinstall; {brings} a matching set")  # fmt: skip
+        return
+    yield Finding("NVRTC", OK, f"{span}; a trial kernel compiles")
+    if nvrtc["headers"]:
         where = ", ".join(nvrtc["includes"]) or "no folder with cuda_bf16.h found"
-        yield Finding("NVRTC", broken,
-                      f"{span}, but a trial kernel does not compile: {nvrtc['error']} (headers: {where})",
-                      f"pip install 'distmlp[cuda{built}]' brings the headers (nvidia-cuda-runtime, nvidia-cuda-cccl, "
-                      "nvidia-cuda-crt), or set CUDA_PATH to a toolkit")  # fmt: skip
+        yield Finding("NVRTC", NOTE, f"CUDA's headers do not compile: {nvrtc['headers']} ({where}); distmlp's kernels "
+                      "need none, other programs' do",
+                      f"{brings} them (nvidia-cuda-runtime, nvidia-cuda-cccl, nvidia-cuda-crt)")  # fmt: skip
     else:
-        yield Finding("NVRTC", OK, f"{span}; headers in {nvrtc['includes'][0]}, a trial kernel compiles")
+        yield Finding("NVRTC", OK, f"CUDA's headers are in {nvrtc['includes'][0]}")
 
 
 def _mpi(mpi: dict[str, Any]) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ import pytest
 from launching import clean_environment, run_mpi
 
 from distmlp.tools.doctor import diagnose, text
-from distmlp.tools.doctor_findings import FAULT, WARNING, findings
+from distmlp.tools.doctor_findings import FAULT, NOTE, WARNING, findings
 
 H200 = {"ordinal": 0, "name": "NVIDIA H200", "uuid": "GPU-a", "capability": 90, "memory_bytes": 150 << 30}
 GOOD = {
@@ -23,7 +23,10 @@ GOOD = {
         "devices": [H200, {**H200, "ordinal": 1, "uuid": "GPU-b"}],
         "peers": [[True, True], [True, True]],
         "cupy": "cupy-cuda13x 14.2.0",
-        "nvrtc": {"version": "13.0", "targets": [75, 80, 90, 120], "includes": ["/v/nvidia/cu13/include"]},
+        "nvrtc": {
+            "version": "13.0", "targets": [75, 80, 90, 120], "unfit": [], "includes": ["/v/nvidia/cu13/include"],
+            "error": "", "headers": "",
+        },
         "nccl": "2.28.3",
         "obstacle": "",
     },
@@ -72,18 +75,12 @@ def test_a_good_machine_has_nothing_to_complain_of():
         ({"gpu__driver__cuda": "12.4"}, FAULT, "supports CUDA 12.4 at most", "distmlp[cuda12]"),
         ({"gpu__devices": [], "gpu__peers": []}, WARNING, "CUDA_VISIBLE_DEVICES = '0,1'", "unset CUDA_VISIBLE_DEVICES"),
         ({"gpu__peers": [[True, False], [False, True]]}, WARNING, "no peer access between GPUs 0–1", "visible"),
-        ({"gpu__nvrtc": {"error": "ImportError: libnvrtc.so.13"}}, FAULT, "libnvrtc.so.13", "nvidia-cuda-nvrtc"),
+        ({"gpu__nvrtc": {"error": "cannot be loaded (libnvrtc.so.13)"}}, FAULT, "libnvrtc.so.13", "distmlp[cuda13]"),
+        ({"gpu__nvrtc__unfit": ["compute capability 5.2"]}, FAULT, "compute capability 5.2", "engine=reference"),
+        ({"gpu__nvrtc__error": "invalid value for --gpu-architecture"}, FAULT, "invalid value", "distmlp[cuda13]"),
         (
-            {"gpu__nvrtc__error": "trial.cu(3): cannot open source file", "gpu__nvrtc__includes": []},
-            FAULT, "no folder with cuda_bf16.h found", "nvidia-cuda-cccl",
-        ),
-        (
-            {"gpu__devices": [{**H200, "capability": 52, "name": "Tesla M40"}]},
-            FAULT, "Tesla M40 has compute capability 5.2; NVRTC 13.0 compiles for capabilities 7.5 to 12.0", "cuda12",
-        ),
-        (
-            {"gpu__devices": [{**H200, "capability": 121, "name": "GB10"}]},
-            WARNING, "GB10 has compute capability 12.1; NVRTC 13.0 compiles for capabilities 7.5 to 12.0", "install -U",
+            {"gpu__nvrtc__headers": "trial.cu(1): cannot open source file", "gpu__nvrtc__includes": []},
+            NOTE, "no folder with cuda_bf16.h found", "nvidia-cuda-cccl",
         ),
         ({"gpu": {"error": "ended by signal 11"}}, WARNING, "ended by signal 11", "nvidia-smi"),
         ({"mpi__ranks": {"size": 1, "answers": 2}}, WARNING, "each thinks it is alone", "launcher of Open MPI"),
@@ -101,7 +98,9 @@ def test_what_is_wrong_is_said_with_what_to_do(changes, state, text_part, advice
 
 
 def test_without_a_gpu_broken_compilers_are_no_fault():
-    facts = changed(gpu__driver=None, gpu__devices=[], gpu__peers=[], gpu__nvrtc={"error": "x"}, gpu__obstacle="no GPU")
+    facts = changed(
+        gpu__driver=None, gpu__devices=[], gpu__peers=[], gpu__nvrtc={"error": "no compiler"}, gpu__obstacle="no GPU"
+    )
     report = diagnose(facts)
     assert report["works"]
     assert report["auto"]["engine"] == "reference"
