@@ -155,6 +155,47 @@ def scaling(
     )  # fmt: skip
 
 
+@data_app.command("check")
+def data_check(
+    patterns: Annotated[list[str], typer.Argument(metavar="GLOB...", help="HDF5 shards.")],
+    inputs: Annotated[str, typer.Option(metavar="NAME", help="Dataset of the inputs.")] = "inputs",
+    targets: Annotated[str, typer.Option(metavar="NAME", help="Dataset of the targets; empty: none.")] = "targets",
+    sample_weights: Annotated[str, typer.Option(metavar="NAME", help="Dataset of the sample weights.")] = "",
+) -> int:
+    """Open, validate and summarise shards: rows, shapes, dtypes, NaN count, label range, chunking, filters."""
+    from distmlp.data.commands import check_command
+
+    return check_command(patterns, inputs, targets, sample_weights)
+
+
+@data_app.command("convert")
+def data_convert(
+    paths: Annotated[list[str], typer.Argument(metavar="SOURCE... OUT.h5", help="CSV, NPY, NPZ, IDX, Parquet, HDF5.")],
+    rows_per_shard: Annotated[int, typer.Option(min=0, metavar="N", help="Rows of a shard; 0: one shard.")] = 0,
+    inputs: Annotated[str, typer.Option(metavar="COLUMNS", help="Names or numbers, separated by commas.")] = "",
+    targets: Annotated[str, typer.Option(metavar="COLUMNS", help="The same; default: the last column.")] = "",
+    weights: Annotated[str, typer.Option(metavar="COLUMN", help="Column of the sample weights.")] = "",
+    labels: Annotated[bool, typer.Option("--labels", help="The target is a class label.")] = False,
+    category: Annotated[
+        list[str], typer.Option(metavar="COLUMN=A,B,...", help="Values of a categorical column, as 0, 1, ...")
+    ] = [],  # noqa: B006
+    missing: Annotated[str, typer.Option(metavar="drop|NUMBER", help="Missing values; default: refused.")] = "",
+    header: Annotated[bool | None, typer.Option(help="Whether CSV files begin with names; default: seen.")] = None,
+    validation: Annotated[float, typer.Option(min=0, max=1, help="Share of rows set apart for validation.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the choice of those rows.")] = 0,
+    checksums: Annotated[bool, typer.Option("--checksums", help="Store one per block; reading verifies them.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace shards of that name.")] = False,
+) -> int:
+    """Make shards from other formats, in constant memory, complete or absent."""
+    from distmlp.data.commands import convert_command
+
+    return convert_command(
+        paths, rows_per_shard=rows_per_shard, inputs=inputs, targets=targets, weights=weights, labels=labels,
+        category=category, missing=missing, header=header, validation=validation, seed=seed, checksums=checksums,
+        overwrite=overwrite,
+    )  # fmt: skip
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     """The program `distmlp`: ends the process with the exit code of the command."""
     from distmlp.comm.policy import guarded

@@ -96,7 +96,12 @@ def test_the_same_command_gives_the_same_bits(folder, runs):
 
 def test_what_a_run_leaves_behind(folder, runs):
     path = runs[1]
-    assert sorted(entry.name for entry in path.iterdir()) == ["checkpoints", "metrics.jsonl", "run.toml", "summary.json"]
+    assert sorted(entry.name for entry in path.iterdir()) == [
+        "checkpoints",
+        "metrics.jsonl",
+        "run.toml",
+        "summary.json",
+    ]
     resolved = RunConfig.load(path / "run.toml")
     assert resolved.model.layers == (FEATURES, 24, 17, CLASSES)
     report = summary(path)
@@ -134,7 +139,10 @@ def test_stopped_and_resumed_is_as_never_stopped(folder, runs, ranks):
 
 def test_resumed_at_another_rank_count_sees_the_same_batches(folder, runs):
     part = folder / "moved"
-    assert run_distmlp(["train", "run.toml", "--output", part.name, "--set", "run.steps=100"], 3, cwd=folder).returncode == 0
+    assert (
+        run_distmlp(["train", "run.toml", "--output", part.name, "--set", "run.steps=100"], 3, cwd=folder).returncode
+        == 0
+    )
     assert run_distmlp(["train", "run.toml", "--output", part.name, "--resume"], 2, cwd=folder).returncode == 0
     np.testing.assert_allclose(
         [record["loss"] for record in records(part)], [record["loss"] for record in records(runs[1])], rtol=1e-5

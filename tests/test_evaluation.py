@@ -1,0 +1,59 @@
+import math
+
+import numpy as np
+import pytest
+
+from distmlp.engine import Evaluation
+from distmlp.evaluation import metrics, own_blocks, row_blocks
+
+
+class Rank:
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+@pytest.mark.parametrize("rows", [1, 21, 255, 256, 257, 100_000])
+def test_blocks_cover_every_row_once_whatever_the_ranks(rows):
+    everything = [row for block in row_blocks(rows) for row in (block.start, block.stop)]
+    assert everything[0] == 0
+    assert everything[-1] == rows
+    assert everything[1:-1:2] == everything[2::2]
+    for size in (1, 2, 3, 7):
+        split = [block for rank in range(size) for block in own_blocks(rows, Rank(rank, size))]
+        assert split == row_blocks(rows)
+
+
+def test_evaluation_round_trip_through_an_array():
+    total = Evaluation(3.0, 2.5, 1.0, 2.0, 4.0, np.array([1.0, 2.0]), np.array([3.0, 4.0]), np.array([5.0, 6.0]))
+    again = Evaluation.from_array(total.as_array())
+    np.testing.assert_array_equal(again.as_array(), total.as_array())
+    assert again.squared.shape == (2,)
+
+
+def test_regression_metrics_are_those_of_their_definitions():
+    generator = np.random.default_rng(0)
+    target = generator.normal(5.0, 2.0, (50, 3))
+    guess = target + generator.normal(0.0, 0.5, (50, 3))
+    weight = generator.uniform(0.5, 2.0, 50)
+    error = guess - target
+    w = weight[:, None]
+    total = Evaluation(
+        50, weight.sum(), 7.0, 0.0, (w * abs(error)).sum(), (w * error**2).sum(0), (w * target).sum(0),
+        (w * target**2).sum(0),
+    )  # fmt: skip
+    result = metrics(total, "mse")
+    mean = np.average(target, axis=0, weights=weight)
+    r2 = 1 - (w * error**2).sum(0) / (w * (target - mean) ** 2).sum(0)
+    assert result["r2"] == pytest.approx(r2.mean())
+    assert result["rmse"] == pytest.approx(math.sqrt((w * error**2).sum() / weight.sum() / 3))
+    assert result["mae"] == pytest.approx((w * abs(error)).sum() / weight.sum() / 3)
+    assert result["loss"] == pytest.approx(7.0 / weight.sum())
+
+
+def test_constant_target_has_no_r2():
+    total = Evaluation(2, 2.0, 0.0, 0.0, 0.0, np.array([1.0]), np.array([2.0]), np.array([2.0]))
+    assert math.isnan(metrics(total, "mse")["r2"])
+
+
+def test_accuracy_of_classification():
+    assert metrics(Evaluation(4, 4.0, 2.0, 3.0), "softmax_cross_entropy") == {"loss": 0.5, "accuracy": 0.75}
