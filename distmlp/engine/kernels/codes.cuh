@@ -1,5 +1,5 @@
 // Numbers behind the names of the configuration, and defaults so that every source also compiles by itself.
-// compile.py passes the macros; distmlp/engine/codes.py holds the same numbers for the host.
+// The host passes the names in capitals as macros; layout.py holds the numbers that go into memory.
 #pragma once
 
 enum Activation { RELU, LEAKY_RELU, ELU, GELU, SILU, TANH, SIGMOID, SOFTPLUS, SINE, IDENTITY };

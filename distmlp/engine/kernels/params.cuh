@@ -39,7 +39,8 @@ struct Flags {
 
 // What outlives a launch.
 struct Control {
-    u64 barrier;
+    u64 barrier;          // of training, and of the forward kernel: their grids may differ
+    u64 forward_barrier;
     u64 step;     // updates applied so far
     u32 frozen;   // policy stop: a step was not finite, nothing happens any more
     u32 skipped;  // steps left out

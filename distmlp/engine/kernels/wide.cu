@@ -378,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) forward_rows(
     const void* inputs, const float* flat, float* out, int rows) {
     const Raw raw = {inputs, nullptr, nullptr, nullptr, nullptr};
     const Batch& batch = ENGINE.batches[0];
-    GridBarrier barrier(&ENGINE.control->barrier);
+    GridBarrier barrier(&ENGINE.control->forward_barrier);
     gather_rows(raw, 0, rows, batch, nullptr);
     barrier.wait();
     const int last = ENGINE.layers - 1;
@@ -405,7 +405,7 @@ extern "C" __global__ void pack_weights(const float* flat) {
 }
 
 // For the host to check its own arithmetic against.
-constexpr int largest_of(int a, int b) { return a > b ? a : b; }
+__host__ __device__ constexpr int largest_of(int a, int b) { return a > b ? a : b; }
 extern "C" __constant__ int SIZES[] = {
     sizeof(Engine), sizeof(Layer), sizeof(Control),
     largest_of(Forward::SHARED_BYTES, largest_of(Backward::SHARED_BYTES, Gradient::SHARED_BYTES))};

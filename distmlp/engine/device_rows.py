@@ -1,0 +1,172 @@
+"""Training rows on the device: all of them, uploaded once, or a few steps' worth at a time through pinned buffers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from distmlp.engine import compile as compiler
+from distmlp.engine import layout
+from distmlp.engine.device_memory import Arena, Ledger, pinned
+from distmlp.engine.module import Module
+from distmlp.engine.plan import Buffer
+from distmlp.order import Order
+
+if TYPE_CHECKING:
+    from distmlp.data.feed import Feed
+    from distmlp.data.shards import Rows
+
+PIECE_BYTES = 64 << 20  # of streamed rows that one launch takes
+INDEX_ROWS = 1 << 32  # the index table counts in uint32
+
+
+class OwnRows:
+    """Which positions of an epoch are this rank's. Pure; `order.cuh` holds the same formulas."""
+
+    def __init__(self, order: Order, streams: range) -> None:
+        self.order, self.streams = order, streams
+        self.count = len(order.owned_rows(streams))
+
+    def before(self, position: int) -> int:
+        """Own rows among the first `position` positions."""
+        full, partial = divmod(position, self.order.streams)
+        return full * len(self.streams) + min(max(partial - self.streams.start, 0), len(self.streams))
+
+    def of_batch(self, number: int) -> range:
+        """Own row numbers, in position order, of global batch `number`."""
+        first = number * self.order.batch
+        return range(self.before(first), self.before(first + self.order.batch_size(number)))
+
+    @property
+    def largest_batch(self) -> int:
+        full, partial = divmod(min(self.order.batch, self.order.rows), self.order.streams)
+        return full * len(self.streams) + min(len(self.streams), partial)
+
+
+class HostParts:
+    """Raw rows as the kernels take them: inputs as they are, targets float32 or labels int32, weights float32."""
+
+    def __init__(self, rows: Rows) -> None:
+        inputs = np.ascontiguousarray(rows.inputs)
+        self.inputs = inputs if inputs.dtype.kind in "buif" and inputs.dtype.itemsize <= 8 else inputs.astype("f4")
+        self.labels = np.ascontiguousarray(rows.targets, np.int32) if rows.targets.ndim == 1 else None
+        self.targets = np.ascontiguousarray(rows.targets, np.float32) if self.labels is None else None
+        self.weights = None if rows.weights is None else np.ascontiguousarray(rows.weights, np.float32).reshape(-1)
+
+    def items(self) -> list[tuple[str, NDArray]]:
+        parts = {"inputs": self.inputs, "targets": self.targets, "labels": self.labels, "weights": self.weights}
+        return [(name, part) for name, part in parts.items() if part is not None]
+
+
+class RawPlace:
+    """Addresses of raw rows on the device, as the arguments of `train_steps`."""
+
+    NAMES = ("inputs", "targets", "labels", "weights", "index")
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.arguments = tuple(np.uint64(arena.address(name)) for name in self.NAMES)
+
+
+class ResidentRows:
+    """All own rows and the index table of one epoch."""
+
+    steps_per_launch = 1 << 30
+
+    def __init__(self, rows: Rows, own: OwnRows, ledger: Ledger, capability: int) -> None:
+        self._own, self._epoch = own, -1
+        parts = HostParts(rows)
+        buffers = [Buffer(name, part.nbytes) for name, part in parts.items()]
+        self.place = RawPlace(Arena([*buffers, Buffer("index", 4 * own.count)], ledger.stream))
+        for name, part in parts.items():
+            ledger.upload(self.place.arena.address(name), part)
+        self.raw_type = layout.raw_type(parts.inputs.dtype)
+        module = Module(compiler.cubin("order.cu", {}, capability), ledger)
+        self._fill_index = module.kernel("fill_index", max(1, min(1024, -(-own.count // 256))), 256)
+
+    @staticmethod
+    def bytes_needed(feed: Feed, own: OwnRows) -> int:
+        return feed.resident_bytes() + 8 * own.count + (1 << 20)
+
+    def prepare(self, epoch: int, numbers: range) -> tuple[RawPlace, list[int]]:
+        """Where the rows of batches `numbers` are; `first` of each in the index table."""
+        if epoch != self._epoch:
+            order, streams = self._own.order, self._own.streams
+            self._fill_index(
+                np.int64(order.rows), np.uint64(order.seed), np.int32(order.streams), np.int32(order.shuffle),
+                np.int32(streams.start), np.int32(len(streams)), np.uint32(epoch & 0xFFFFFFFF),
+                np.int64(self._own.count), np.uint64(self.place.arena.address("index")),
+            )  # fmt: skip
+            self._epoch = epoch
+        return self.place, [self._own.of_batch(number).start for number in numbers]
+
+    def launched(self) -> None:
+        """The launch that reads what `prepare` gave is queued."""
+
+
+class StreamedRows:
+    """Two places on the device with a pinned buffer each: one is filled while the other is computed with.
+
+    A pinned buffer is written again only after its copy has ended, a place only after the launch that reads it.
+    """
+
+    def __init__(self, feed: Feed, sample: Rows, own: OwnRows, ledger: Ledger) -> None:
+        self._feed, self._own, self._ledger = feed, own, ledger
+        parts = HostParts(sample)
+        self.raw_type = layout.raw_type(parts.inputs.dtype)
+        self._formats = {name: (part.shape[1:], part.dtype) for name, part in parts.items()}
+        row_bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in self._formats.values())
+        batch = max(1, own.largest_batch)
+        self.steps_per_launch = max(1, min(64, PIECE_BYTES // (batch * row_bytes)))
+        self._copies = cupy.cuda.Stream(non_blocking=True)
+        self._slots = [_Slot(self._formats, batch * self.steps_per_launch, ledger.stream) for _ in range(2)]
+        self._turn = 0
+
+    def prepare(self, epoch: int, numbers: range) -> tuple[RawPlace, list[int]]:
+        """Read batches `numbers` and send them on their way; `first` of each counts from the start of the place.
+
+        Raises DataError where the files are damaged.
+        """
+        slot = self._slots[self._turn]
+        slot.copied.synchronize()
+        firsts, filled = [], 0
+        for number in numbers:
+            parts = HostParts(self._feed.batch(epoch, number))
+            firsts.append(filled)
+            count = len(parts.inputs)
+            for name, part in parts.items():
+                slot.host[name][filled : filled + count] = part
+            filled += count
+        self._copies.wait_event(slot.used)
+        for name, array in slot.host.items():
+            self._ledger.upload(slot.place.arena.address(name), array[:filled], self._copies)
+        slot.copied.record(self._copies)
+        self._ledger.stream.wait_event(slot.copied)
+        return slot.place, firsts
+
+    def launched(self) -> None:
+        """The launch that reads what `prepare` gave is queued."""
+        self._slots[self._turn].used.record(self._ledger.stream)
+        self._turn ^= 1
+
+
+class _Slot:
+    def __init__(
+        self, formats: dict[str, tuple[tuple[int, ...], np.dtype]], rows: int, stream: cupy.cuda.Stream
+    ) -> None:
+        self.host = {}
+        for name, (shape, dtype) in formats.items():
+            size = rows * int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            self.host[name] = pinned(size)[:size].view(dtype).reshape(rows, *shape)
+        self.place = RawPlace(Arena([Buffer(name, array.nbytes) for name, array in self.host.items()], stream))
+        self.copied, self.used = cupy.cuda.Event(disable_timing=True), cupy.cuda.Event(disable_timing=True)
+        self.copied.record(stream)
+        self.used.record(stream)
+
+
+def fits_device(needed: int) -> bool:
+    """Whether `needed` bytes leave a tenth of the free device memory to others."""
+    return needed <= 0.9 * cupy.cuda.runtime.memGetInfo()[0]

@@ -1,0 +1,229 @@
+"""The fused engine: whole training steps in one kernel launch, everything they need kept on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from distmlp.config import RunConfig
+from distmlp.engine import Evaluation, Standardization, State, StepReport, layout, tally
+from distmlp.engine.backprop import Layers
+from distmlp.engine.device_memory import Ledger
+from distmlp.engine.device_rows import INDEX_ROWS, OwnRows, ResidentRows, StreamedRows, fits_device
+from distmlp.engine.fused_state import DeviceState, check_capability, describe_device
+from distmlp.engine.optimizers import slot_names
+from distmlp.engine.plan import MAX_STEPS, Device, Plan, Task, make_plan
+from distmlp.engine.reduction import StagedReduction
+from distmlp.engine.rows import RowPasses
+from distmlp.errors import DistmlpError, SystemUnfitError
+from distmlp.network import Network
+
+if TYPE_CHECKING:
+    from distmlp.comm.world import World
+    from distmlp.data.feed import Feed
+    from distmlp.data.shards import Rows
+
+NO_ROWS = (np.uint64(0),) * 5
+LAUNCH_SECONDS = 0.25  # a launch should not take longer: stop requests are looked at between launches
+
+
+class FusedEngine:
+    """`Engine` on one GPU a rank. `feed` may be None for an engine that only predicts and evaluates.
+
+    `narrow` False keeps to the wide regime and `poison` fills fresh device memory with that byte: both for tests.
+    """
+
+    name = "fused"
+
+    def __init__(
+        self,
+        config: RunConfig,
+        network: Network,
+        world: World,
+        feed: Feed | None,
+        standardization: Standardization,
+        stop: Callable[[], bool] = lambda: False,
+        narrow: bool = True,
+        poison: int | None = None,
+    ) -> None:
+        self._config, self._network, self._world, self._feed, self._stop = config, network, world, feed, stop
+        device = Device(*describe_device())
+        check_capability(device.capability, device.name)
+        self._device = device
+        self._ledger = Ledger(cupy.cuda.Stream(non_blocking=True))
+        own = None if feed is None else OwnRows(feed.order, feed.streams)
+        sample = None if feed is None else _sample(feed)
+        labels = sample is not None and sample.targets.ndim == 1
+        task = Task(
+            network, own.largest_batch if own else 1, config.run.precision, config.model.loss, labels,
+            sample is not None and sample.weights is not None, len(slot_names(config.optimizer.name)),
+            config.run.ema_decay > 0, world.size,
+        )  # fmt: skip
+        self.plan: Plan = make_plan(task, device, narrow)
+        self.precision = config.run.precision if device.has_tensor_cores else "fp32"
+        self._state = DeviceState(config, self.plan, standardization, self._ledger, poison)
+        self._own = own
+        self._rows = None if feed is None or own is None or sample is None else self._place_rows(feed, own, sample)
+        self._reduction = StagedReduction(self._state, world) if world.size > 1 else None
+        self._passes = _DevicePasses(self._state, config, network, standardization)
+        self._launch_steps = 16
+        self.reason = f"GPU {device.name}, {self.plan.regime} kernel, {self.precision} products"
+
+    def _place_rows(self, feed: Feed, own: OwnRows, sample: Rows) -> ResidentRows | StreamedRows:
+        wanted = self._config.data.residence
+        needed = ResidentRows.bytes_needed(feed, own)
+        fits = own.count < INDEX_ROWS and fits_device(needed)
+        if wanted == "device" and not fits:
+            raise SystemUnfitError(
+                f'data.residence = "device": this rank\'s rows need {needed:,} bytes, and GPU {self._device.name} has '
+                f'{cupy.cuda.runtime.memGetInfo()[0]:,} free; use "auto", "host" or "stream"'
+            )
+        if wanted in ("auto", "device") and fits:
+            return ResidentRows(feed.resident(), own, self._ledger, self._device.capability)
+        return StreamedRows(feed, sample, own, self._ledger)
+
+    def load(self, state: State) -> None:
+        self._state.load(state)
+
+    def state(self) -> State:
+        return self._state.state()
+
+    def train(self, epoch: int, first: int, rates: NDArray) -> StepReport:
+        feed, rows = self._feed, self._rows
+        assert feed is not None, "this engine was opened without data"
+        assert rows is not None
+        waited = feed.wait_seconds
+        communicated = self._reduction.seconds if self._reduction else 0.0
+        self._state.pack("parameters")
+        self._state.set_raw_type(rows.raw_type)
+        report = StepReport(np.empty(0), np.empty(0))
+        parts = [np.empty(0, layout.STEP_RESULT)]
+        done = 0
+        while done < len(rates) and report.nonfinite is None and not report.stopped:
+            train = self._train_reduced if self._reduction else self._train_alone
+            results, report.stopped = train(rows, epoch, first + done, rates[done : done + self._steps_at_once(rows)])
+            bad = np.flatnonzero(results["status"] == layout.NOT_FINITE)
+            if len(bad):
+                report.nonfinite, report.stopped = done + int(bad[0]), False
+                results = results[: bad[0]]
+                self._state.thaw()
+            parts.append(results)
+            done += len(results)
+        self._ledger.steps += done
+        _fill(report, np.concatenate(parts))
+        report.wait_seconds = feed.wait_seconds - waited
+        report.communication_seconds = (self._reduction.seconds if self._reduction else 0.0) - communicated
+        return report
+
+    def _steps_at_once(self, rows: ResidentRows | StreamedRows) -> int:
+        return MAX_STEPS if self._reduction else min(self._launch_steps, rows.steps_per_launch, MAX_STEPS)
+
+    def _train_alone(
+        self, rows: ResidentRows | StreamedRows, epoch: int, first: int, rates: NDArray
+    ) -> tuple[NDArray, bool]:
+        """All steps in one launch; their results (steps,) and whether to stop."""
+        started = perf_counter()
+        place, firsts = rows.prepare(epoch, range(first, first + len(rates)))
+        self._put_steps(first, rates, firsts)
+        self._state.train_steps(place.arguments, 0, len(rates), False)
+        rows.launched()
+        results = self._results(len(rates))
+        a_step = (perf_counter() - started) / len(rates)
+        self._launch_steps = int(min(max(LAUNCH_SECONDS / a_step, 1), MAX_STEPS))
+        return results, self._stop()
+
+    def _train_reduced(
+        self, rows: ResidentRows | StreamedRows, epoch: int, first: int, rates: NDArray
+    ) -> tuple[NDArray, bool]:
+        """As `_train_alone`, with the ranks' gradients summed after every launch.
+
+        A launch begins with the update of the step before; one more launch does the last update.
+        """
+        reduction, world = self._reduction, self._world
+        assert reduction is not None
+        done = 0
+        while done < len(rates):
+            number, fault = first + done, None
+            try:
+                place, firsts = rows.prepare(epoch, range(number, number + 1))
+                self._put_steps(number, rates[done : done + 1], firsts, done)
+                self._state.train_steps(place.arguments, done, done + 1, done > 0)
+                rows.launched()
+                if done and self._results(done)["status"][-1] == layout.NOT_FINITE:
+                    return self._results(done), False  # every rank saw the same sums
+            except DistmlpError as error:
+                fault = error
+            reduction.reduce(self._stop(), fault is not None)
+            if reduction.tally[tally.FAILED]:
+                world.agree(partial(_raise, fault), f"batch {number} of epoch {epoch}")
+            done += 1
+            if reduction.tally[tally.STOP]:
+                break
+        stopped = bool(reduction.tally[tally.STOP])
+        self._state.train_steps(NO_ROWS, done, done, True)
+        return self._results(done), stopped
+
+    def _put_steps(self, first: int, rates: NDArray, firsts: list[int], at: int = 0) -> None:
+        """Rates and row ranges of batches `first`, … to the step table from entry `at` on."""
+        own = self._own
+        assert own is not None
+        table = np.zeros(len(rates), layout.STEP_INFO)
+        table["rate"], table["first"] = rates, firsts
+        table["rows"] = [len(own.of_batch(first + i)) for i in range(len(rates))]
+        self._ledger.upload(self._state.arena.address("steps") + at * layout.STEP_INFO.itemsize, table)
+
+    def _results(self, count: int) -> NDArray:
+        results = np.empty(count, layout.STEP_RESULT)
+        self._ledger.download(self._state.arena.address("results"), results)
+        return results
+
+    def predict(self, inputs: NDArray) -> NDArray:
+        return self._passes.predict([], inputs)
+
+    def evaluate(self, inputs: NDArray, targets: NDArray, weights: NDArray | None) -> Evaluation:
+        return self._passes.evaluate([], inputs, targets, weights)
+
+    def transfers(self) -> dict[str, int]:
+        return self._ledger.as_dict()
+
+    def close(self) -> None:
+        self._ledger.stream.synchronize()
+
+
+class _DevicePasses(RowPasses):
+    """Predictions and metrics as the reference engine takes them, from outputs computed on the device."""
+
+    def __init__(
+        self, state: DeviceState, config: RunConfig, network: Network, standardization: Standardization
+    ) -> None:
+        super().__init__(config.model, network, standardization, np.float32, 0)
+        self._state = state
+        self._source = "ema" if config.run.ema_decay else "parameters"
+
+    def _forward(self, layers: Layers, inputs: NDArray) -> NDArray:
+        return self._state.forward(np.ascontiguousarray(inputs, np.float32), self._source)
+
+
+def _sample(feed: Feed) -> Rows:
+    """No rows, but of the types that all have."""
+    shards = getattr(feed, "shards", None)
+    return feed.resident().map(lambda array: array[:0]) if shards is None else shards.empty(0)
+
+
+def _fill(report: StepReport, results: NDArray) -> None:
+    weights = results["weight"].astype(np.float64)
+    left_out = results["status"] == layout.LEFT_OUT
+    losses = results["loss"] / np.where(weights == 0, 1.0, weights)
+    report.losses, report.weights = np.where(left_out, np.nan, losses), weights
+    report.skipped = int(left_out.sum())
+
+
+def _raise(fault: DistmlpError | None) -> None:
+    if fault is not None:
+        raise fault

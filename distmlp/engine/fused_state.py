@@ -1,0 +1,228 @@
+"""The device side of the fused engine: buffers, constants and kernels, without the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from distmlp.config import RunConfig
+from distmlp.engine import Standardization, State, layout
+from distmlp.engine import compile as compiler
+from distmlp.engine.device_memory import Arena, Ledger
+from distmlp.engine.module import Kernel, Module
+from distmlp.engine.optimizers import slot_names
+from distmlp.engine.plan import THREADS, Plan
+from distmlp.errors import SystemUnfitError
+
+_SLOT_BUFFERS = {"momentum": "first_slot", "first_moment": "first_slot", "second_moment": "second_slot"}
+
+
+class DeviceState:
+    """Allocates what `plan` asks for and loads the kernels made for it."""
+
+    def __init__(
+        self, config: RunConfig, plan: Plan, standardization: Standardization, ledger: Ledger, poison: int | None = None
+    ) -> None:
+        self.config, self.plan, self.ledger = config, plan, ledger
+        self.network = plan.task.network
+        code = compiler.cubin("wide.cu", macros(config, plan), plan.device.capability)
+        self.arena = Arena(plan.buffers, ledger.stream, poison)
+        self._module = Module(code, ledger)
+        self._check_sizes()
+        blocks, shared = plan.blocks, plan.shared_bytes
+        self._modules = [self._module]
+        self._narrow_arguments: tuple[np.uint64, ...] = ()
+        if plan.narrow is None:
+            self._train = self._module.kernel("train_steps", blocks, THREADS, shared, grid_wide=True)
+        else:
+            self._train = self._narrow_kernel()
+        self._forward_rows = self._module.kernel("forward_rows", blocks, THREADS, shared, grid_wide=True)
+        self._pack_weights = self._module.kernel("pack_weights", 2 * blocks, THREADS)
+        self._constants = self._engine_structure(standardization)
+        self._slots = {name: _SLOT_BUFFERS[name] for name in slot_names(config.optimizer.name)}
+        self._raw_type = -1
+        self.set_raw_type("f4")
+        self._packed_from = ""  # the flat buffer whose weights the copies hold
+
+    def _narrow_kernel(self) -> Kernel:
+        plan, narrow = self.plan, self.plan.narrow
+        assert narrow is not None
+        config = self.config
+        direct = config.optimizer.name != "lamb" and not config.optimizer.clip_norm and plan.task.ranks == 1
+        specialised = {**macros(config, plan), **narrow.macros(), "NARROW_DIRECT": str(int(direct))}
+        module = Module(compiler.cubin("narrow.cu", specialised, plan.device.capability), self.ledger)
+        self._modules.append(module)
+        self._narrow_arguments = (
+            np.uint64(self.arena.address("narrow_partials")), np.uint64(self.arena.address("narrow_image"))
+        )  # fmt: skip
+        return module.kernel("narrow_steps", narrow.blocks, narrow.threads, narrow.shared_bytes, grid_wide=True)
+
+    def train_steps(self, rows: Sequence[np.uint64], begin: int, end: int, apply_first: bool) -> None:
+        """Queue steps [begin, end) of the step table on the raw rows at `rows` (see `Raw` in params.cuh).
+
+        `apply_first`: the gradient buffer holds the reduced gradient of step begin - 1, whose update comes first.
+        """
+        self._train(*rows, np.int32(begin), np.int32(end), np.int32(apply_first), *self._narrow_arguments)
+
+    def _check_sizes(self) -> None:
+        sizes = tuple(int(s) for s in self._module.read_constant("SIZES", 4))
+        if sizes[:3] != layout.SIZES or sizes[3] > self.plan.shared_bytes:
+            raise AssertionError(f"layout.py and params.cuh disagree: {layout.SIZES} {self.plan.shared_bytes} {sizes}")
+
+    def _engine_structure(self, standardization: Standardization) -> NDArray:
+        config, plan, address = self.config, self.plan, self.arena.address
+        structure = np.zeros((), layout.ENGINE)
+        for name in (
+            "parameters", "first_slot", "second_slot", "ema", "gradient", "partial_tiles", "tile_arrivals", "logits",
+            "loss_partials", "norm_partials", "control", "steps", "results",
+        ):  # fmt: skip
+            structure[name] = address(name)
+        structure["size"] = self.network.size
+        columns = address("columns")
+        for side, moments in (("input", standardization.inputs), ("target", standardization.targets)):
+            if moments is not None and not (side == "target" and plan.task.labels):
+                columns = self._put_columns(structure, side, *moments, columns)
+        for parity in range(2):
+            batch = structure["batches"][parity]
+            batch["inputs"] = address(f"inputs{parity}")
+            batch["labels" if plan.task.labels else "targets"] = address(f"targets{parity}")
+            batch["weights"] = address(f"weights{parity}")
+        optimizer = config.optimizer
+        structure["layers"] = len(plan.layers)
+        structure["gradient_tasks"], structure["gradient_tiles"] = plan.gradient_tasks, plan.gradient_tiles
+        structure["stop_on_nonfinite"] = config.run.on_nonfinite == "stop"
+        structure["needs_norm"] = optimizer.clip_norm > 0
+        structure["deferred"] = plan.task.ranks > 1
+        structure["huber_delta"], structure["ema_decay"] = config.model.huber_delta, config.run.ema_decay
+        for name in ("clip_norm", "weight_decay", "momentum", "rho", "epsilon", "beta1", "beta2"):
+            structure[name] = getattr(optimizer, name)
+        for layer, sizes, entry in zip(self.network.layers, plan.layers, structure["layer"], strict=False):
+            for name in ("weight", "output", "error", "column_sums"):
+                entry[name] = address(f"{name}{layer.index}")
+            for name in ("weight_offset", "bias_offset", "fan_in", "fan_out"):
+                entry[name] = getattr(layer, name)
+            for name in ("ld_in", "ld_out", "tiles_m", "tiles_n", "splits", "first_task", "first_tile"):
+                entry[name] = getattr(sizes, name)
+            entry["activation"] = layout.ACTIVATIONS.index(layer.activation)
+        return structure
+
+    def _put_columns(self, structure: NDArray, side: str, mean: NDArray, deviation: NDArray, at: int) -> int:
+        """Mean in two floats and reciprocal deviation to the device; returns the address behind them."""
+        high = mean.astype(np.float32)
+        low = (mean - high.astype(np.float64)).astype(np.float32)
+        for name, values in (("mean_high", high), ("mean_low", low), ("factor", (1.0 / deviation).astype(np.float32))):
+            structure[f"{side}_{name}"] = at
+            self.ledger.upload(at, np.ascontiguousarray(values))
+            at += values.nbytes
+        return at
+
+    def set_raw_type(self, dtype: str | int) -> None:
+        """The type of the raw inputs that the next launches read."""
+        kind = dtype if isinstance(dtype, int) else layout.raw_type(dtype)
+        if self._raw_type != kind:
+            self._raw_type = kind
+            self._constants["raw_type"] = kind
+            for module in self._modules:
+                module.write_constant("ENGINE", self._constants)
+
+    def load(self, state: State) -> None:
+        """Take over parameters, slots, average and step counter."""
+        self._put_flat("parameters", state.parameters)
+        for name, buffer in self._slots.items():
+            if name in state.slots:
+                self._put_flat(buffer, state.slots[name])
+            else:
+                self.arena.zero(buffer, self.ledger.stream)
+        if self.arena.has("ema"):
+            self._put_flat("ema", state.parameters if state.ema is None else state.ema)
+        for name in ("control", "tile_arrivals"):
+            self.arena.zero(name, self.ledger.stream)
+        step = np.array([state.step], np.uint64)
+        self.ledger.upload(self.arena.address("control") + layout.offset(layout.CONTROL, "step"), step)
+        self._packed_from = ""
+        self.pack("parameters")
+
+    def _put_flat(self, name: str, values: NDArray) -> None:
+        self.ledger.upload(self.arena.address(name), np.ascontiguousarray(values, np.float32))
+
+    def state(self) -> State:
+        """A copy of everything a step changes."""
+        return State(
+            self._flat("parameters"),
+            {name: self._flat(buffer) for name, buffer in self._slots.items()},
+            self._flat("ema") if self.arena.has("ema") else None,
+            int(self.control()["step"]),
+        )
+
+    def _flat(self, name: str) -> NDArray:
+        values = np.empty(self.network.size, np.float32)
+        self.ledger.download(self.arena.address(name), values)
+        return values
+
+    def control(self) -> NDArray:
+        """The counters that outlive a launch."""
+        control = np.zeros((), layout.CONTROL)
+        self.ledger.download(self.arena.address("control"), control)
+        return control
+
+    def thaw(self) -> None:
+        """Let steps happen again after a step that was not finite."""
+        offset = layout.offset(layout.CONTROL, "frozen")
+        self.ledger.upload(self.arena.address("control") + offset, np.zeros(1, np.uint32))
+
+    def pack(self, source: str) -> None:
+        """Make the weight copies those of flat buffer `source`, "parameters" or "ema"."""
+        if self._packed_from != source:
+            self._pack_weights(np.uint64(self.arena.address(source)))
+            self._packed_from = source
+
+    def forward(self, inputs: NDArray, source: str) -> NDArray:
+        """Outputs (rows, outputs), float32, standardized, for up to `plan.rows` raw rows (rows, features) float32."""
+        rows = len(inputs)
+        self.pack(source)
+        self.set_raw_type("f4")
+        self.ledger.upload(self.arena.address("raw_rows"), inputs)
+        flat, out = self.arena.address(source), self.arena.address("predictions")
+        self._forward_rows(np.uint64(self.arena.address("raw_rows")), np.uint64(flat), np.uint64(out), np.int32(rows))
+        outputs = np.empty((rows, self.network.outputs), np.float32)
+        self.ledger.download(out, outputs)
+        return outputs
+
+
+def macros(config: RunConfig, plan: Plan) -> dict[str, str]:
+    """Definitions that specialise the kernels; see kernels/codes.cuh."""
+    hidden = {layer.activation for layer in plan.task.network.layers[:-1]}
+    return {
+        "PRODUCT": plan.product,
+        "HIDDEN_ACTIVATION": "MIXED" if len(hidden) > 1 else (next(iter(hidden)).upper() if hidden else "IDENTITY"),
+        "OUTPUT_ACTIVATION": plan.task.network.layers[-1].activation.upper(),
+        "LOSS": config.model.loss.upper(),
+        "LABELS": str(int(plan.task.labels)),
+        "OPTIMIZER": config.optimizer.name.upper(),
+        **plan.tile.macros("TILE"),
+        **plan.gradient_tile.macros("GRADIENT"),
+    }
+
+
+def describe_device() -> tuple[str, int, int, int, int]:
+    """Name, compute capability (× 10), multiprocessors, shared bytes a block may ask for, free bytes."""
+    device = cupy.cuda.Device()
+    properties = cupy.cuda.runtime.getDeviceProperties(device.id)
+    return (
+        properties["name"].decode(),
+        int(device.compute_capability),
+        properties["multiProcessorCount"],
+        properties["sharedMemPerBlockOptin"],
+        cupy.cuda.runtime.memGetInfo()[0],
+    )
+
+
+def check_capability(capability: int, name: str) -> None:
+    """Raise SystemUnfitError for a GPU that is too old."""
+    from distmlp.engine.device import unfit_capability
+
+    if reason := unfit_capability(capability, name):
+        raise SystemUnfitError(reason)

@@ -1,0 +1,224 @@
+"""How a network is laid out on a device: regime, tiles, grid, shared memory, buffers. Pure.
+
+A plan asks for no more shared memory, blocks or device memory than `Device` says there is. The constants that
+kernels/tile.cuh computes again are compared when a module is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from distmlp.engine.plan_narrow import NarrowPlan, plan_narrow
+from distmlp.engine.plan_tiles import SHAPES, TileShape, choose_splits, choose_tile
+from distmlp.engine.tally import TALLY
+from distmlp.errors import SystemUnfitError
+from distmlp.network import Network
+
+THREADS = 256
+LOSS_ROWS = 32  # rows of a softmax task, as in wide.cu
+EVALUATION_ROWS = 1024  # rows that prediction and evaluation take at a time
+MAX_STEPS = 1024  # of one call: entries of the step table and the loss ring
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a plan needs to know of a GPU."""
+
+    name: str
+    capability: int  # × 10
+    multiprocessors: int
+    shared_bytes: int  # a block may ask for
+    memory_bytes: int  # free
+
+    @property
+    def has_tensor_cores(self) -> bool:
+        """For TF32 and bfloat16."""
+        return self.capability >= 80
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is computed, as far as the layout depends on it."""
+
+    network: Network
+    rows: int  # largest batch of this rank
+    precision: str
+    loss: str
+    labels: bool
+    weights: bool
+    slots: int
+    ema: bool
+    ranks: int
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Sizes of one layer; all buffers have rows of `ld` elements."""
+
+    ld_in: int
+    ld_out: int
+    tiles_m: int  # of the weight gradient
+    tiles_n: int
+    splits: int
+    first_task: int
+    first_tile: int
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A named piece of the one allocation. `zeroed`: must hold zeros before the first step."""
+
+    name: str
+    size_bytes: int
+    zeroed: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The layout. `str(plan)` is what `inspect`-like tools print."""
+
+    task: Task
+    device: Device
+    product: str  # FMA TF32 BF16
+    tile: TileShape  # forward and backward
+    gradient_tile: TileShape
+    shared_bytes: int
+    blocks: int
+    rows: int  # that the buffers hold
+    layers: tuple[LayerPlan, ...]
+    narrow: NarrowPlan | None = None
+    buffers: tuple[Buffer, ...] = field(default=(), repr=False)
+
+    @property
+    def regime(self) -> str:
+        return "narrow" if self.narrow else "wide"
+
+    @property
+    def element_bytes(self) -> int:
+        return 2 if self.product == "BF16" else 4
+
+    @property
+    def gradient_tasks(self) -> int:
+        last = self.layers[-1]
+        return last.first_task + last.tiles_m * last.tiles_n * last.splits
+
+    @property
+    def gradient_tiles(self) -> int:
+        last = self.layers[-1]
+        return last.first_tile + last.tiles_m * last.tiles_n
+
+    @cached_property
+    def memory_bytes(self) -> int:
+        return sum(aligned(buffer.size_bytes, 256) for buffer in self.buffers)
+
+    def __str__(self) -> str:
+        widths = "-".join(map(str, self.task.network.widths))
+        lines = [
+            f"{widths} batch {self.task.rows} {self.task.precision} on {self.device.name}: {self.regime}",
+            f"  {self.product} tiles {self.tile}, gradients {self.gradient_tile}, {self.blocks} blocks of {THREADS}"
+            f" threads, {self.shared_bytes:,} of {self.device.shared_bytes:,} shared bytes",
+            f"  splits of the batch in weight gradients: {' '.join(str(layer.splits) for layer in self.layers)}",
+            f"  device memory {self.memory_bytes:,} bytes of {self.device.memory_bytes:,}",
+        ]
+        if self.narrow:
+            lines.insert(1, f"  narrow: {self.narrow.blocks} blocks of {self.narrow.threads} threads, "
+                            f"{self.narrow.shared_bytes:,} shared bytes")  # fmt: skip
+        return "\n".join(lines)
+
+
+def make_plan(task: Task, device: Device, narrow: bool = True) -> Plan:
+    """The layout of `task` on `device`. Raises SystemUnfitError where the device's memory does not suffice.
+
+    `narrow` False keeps to the wide regime.
+    """
+    product = "FMA" if task.precision == "fp32" or not device.has_tensor_cores else task.precision.upper()
+    network, rows = task.network, max(1, task.rows)
+    pairs = [(layer.fan_in, layer.fan_out) for layer in network.layers]
+    fitted = (shape.fitted(product, device.shared_bytes) for shape in SHAPES[product])
+    shapes = [shape for shape in fitted if shape is not None]
+    blocks = device.multiprocessors
+    tile = choose_tile(shapes, [(rows, n, k) for k, n in pairs] + [(rows, k, n) for k, n in pairs[1:]], blocks)
+    gradient_tile, splits = choose_splits(shapes, pairs, rows, blocks)
+    plan = Plan(
+        task, device, product, tile, gradient_tile,
+        max(tile.shared_bytes(product), gradient_tile.shared_bytes(product)), blocks,
+        max(rows, EVALUATION_ROWS), tuple(_layers(pairs, gradient_tile, splits)),
+        _narrow(task, device) if narrow else None,
+    )  # fmt: skip
+    plan = replace(plan, buffers=tuple(_buffers(plan)))
+    if plan.memory_bytes > device.memory_bytes:
+        largest = sorted(plan.buffers, key=lambda buffer: -buffer.size_bytes)[:3]
+        raise SystemUnfitError(
+            f"a network {'-'.join(map(str, network.widths))} with {rows} rows a batch needs "
+            f"{plan.memory_bytes:,} bytes on GPU {device.name}, {device.memory_bytes:,} are free (largest: "
+            f"{', '.join(f'{b.name} {b.size_bytes:,}' for b in largest)}); use a smaller data.batch, more ranks, "
+            "or a smaller network"
+        )
+    return plan
+
+
+def _narrow(task: Task, device: Device) -> NarrowPlan | None:
+    if task.precision != "bf16" or not device.has_tensor_cores or task.ranks > 1:
+        return None
+    return plan_narrow(task.network.widths, max(1, task.rows), device.multiprocessors, device.shared_bytes)
+
+
+def aligned(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+def _layers(pairs: list[tuple[int, int]], tile: TileShape, splits: int) -> list[LayerPlan]:
+    plans, task, tiles = [], 0, 0
+    for fan_in, fan_out in pairs:
+        down, across = -(-fan_in // tile.m), -(-fan_out // tile.n)
+        plans.append(LayerPlan(aligned(fan_in, 8), aligned(fan_out, 8), down, across, splits, task, tiles))
+        task += down * across * splits
+        tiles += down * across
+    return plans
+
+
+def _buffers(plan: Plan) -> list[Buffer]:
+    """Every piece of device memory but the training rows."""
+    task, element = plan.task, plan.element_bytes
+    flat = task.network.size * 4
+    outputs = task.network.outputs
+    softmax = task.loss == "softmax_cross_entropy"
+    row_tiles = -(-plan.rows // plan.tile.m)
+    tensors = 2 * len(plan.layers)
+    buffers = [
+        Buffer("control", 2048, zeroed=True),
+        Buffer("parameters", flat, zeroed=True),
+        *(Buffer(name, flat, zeroed=True) for name in ("first_slot", "second_slot")[: task.slots]),
+        *([Buffer("ema", flat, zeroed=True)] if task.ema else []),
+        Buffer("gradient", flat + TALLY * 4, zeroed=True),
+        Buffer("steps", MAX_STEPS * 16),
+        Buffer("results", MAX_STEPS * 16),
+        Buffer("tile_arrivals", plan.gradient_tiles * 4, zeroed=True),
+        Buffer("loss_partials", 8 * max(row_tiles * -(-outputs // plan.tile.n), -(-plan.rows // LOSS_ROWS))),
+        Buffer("norm_partials", 8 * plan.blocks * (1 + 2 * tensors)),
+        Buffer("columns", 4 * 3 * (task.network.inputs + outputs)),
+        Buffer("predictions", plan.rows * outputs * 4),
+        Buffer("raw_rows", EVALUATION_ROWS * task.network.inputs * 4),
+    ]
+    if any(layer.splits > 1 for layer in plan.layers):
+        buffers.append(Buffer("partial_tiles", plan.gradient_tasks * plan.gradient_tile.m * plan.gradient_tile.n * 4))
+    if softmax:
+        buffers.append(Buffer("logits", plan.rows * outputs * 4))
+    if plan.narrow:
+        buffers.append(Buffer("narrow_partials", plan.narrow.partial_floats(task.network.size) * 4))
+        buffers.append(Buffer("narrow_image", plan.narrow.image_bytes, zeroed=True))
+    for parity in range(2):
+        buffers.append(Buffer(f"inputs{parity}", plan.rows * plan.layers[0].ld_in * element))
+        buffers.append(Buffer(f"targets{parity}", plan.rows * (1 if task.labels else outputs) * 4))
+        if task.weights:
+            buffers.append(Buffer(f"weights{parity}", plan.rows * 4))
+    for index, layer in enumerate(plan.layers):
+        last = index == len(plan.layers) - 1
+        buffers.append(Buffer(f"weight{index}", task.network.widths[index] * layer.ld_out * element, zeroed=True))
+        if not last:
+            buffers.append(Buffer(f"output{index}", plan.rows * layer.ld_out * element))
+        buffers.append(Buffer(f"error{index}", plan.rows * layer.ld_out * element))
+        parts = max(row_tiles, -(-plan.rows // LOSS_ROWS)) if last and softmax else row_tiles
+        buffers.append(Buffer(f"column_sums{index}", parts * layer.ld_out * 4))
+    return buffers

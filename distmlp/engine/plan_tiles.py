@@ -1,0 +1,111 @@
+"""Tile shapes of the wide regime, and which one suits a set of matrix products. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+PRODUCTS = ("FMA", "TF32", "BF16")
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """An output tile of a block: `m` × `n`, stages `k` deep, `warps` over (m, n, depth). See kernels/tile.cuh."""
+
+    m: int
+    n: int
+    k: int
+    warps: tuple[int, int, int]
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}x{self.k} ({'x'.join(map(str, self.warps))} warps, {self.stages} stages)"
+
+    def shared_bytes(self, product: str) -> int:
+        """What a block needs for the worst of the three products (forward, backward, weight gradient)."""
+        element = 2 if product == "BF16" else 4
+        deep, flat = 16 // element, 8 if product == "TF32" else 16 // element
+
+        def stage(a_rows_m: bool, b_rows_k: bool) -> int:
+            a = self.m * (self.k + deep) if a_rows_m else self.k * (self.m + flat)
+            b = self.k * (self.n + flat) if b_rows_k else self.n * (self.k + deep)
+            return (a + b) * element
+
+        pipe = self.stages * max(stage(True, True), stage(True, False), stage(False, True))
+        slices = self.m * self.n * 4 * (self.warps[2] - 1)
+        return max(pipe, slices, self.m * (self.n + 4) * 4)
+
+    def fitted(self, product: str, limit: int) -> TileShape | None:
+        """The same with as many stages as `limit` bytes of shared memory allow; None where not even two fit."""
+        for stages in range(self.stages, 1, -1):
+            shape = replace(self, stages=stages)
+            if shape.shared_bytes(product) <= limit - STATIC_BYTES:
+                return shape
+        return None
+
+    def macros(self, prefix: str) -> dict[str, str]:
+        return {
+            f"{prefix}_M": str(self.m), f"{prefix}_N": str(self.n), f"{prefix}_K": str(self.k),
+            f"{prefix}_WARPS": ",".join(map(str, self.warps)), f"{prefix}_STAGES": str(self.stages),
+        }  # fmt: skip
+
+
+STATIC_BYTES = 6144  # shared memory that kernels declare themselves, rounded up
+
+SHAPES = {
+    "FMA": (
+        TileShape(128, 128, 16, (4, 2, 1), 3),
+        TileShape(64, 64, 32, (4, 2, 1), 3),
+        TileShape(32, 32, 32, (2, 2, 2), 3),
+    ),
+    "TF32": (
+        TileShape(128, 128, 32, (2, 4, 1), 4),
+        TileShape(64, 64, 32, (2, 2, 2), 4),
+        TileShape(32, 32, 64, (1, 1, 8), 3),
+    ),
+    "BF16": (
+        TileShape(128, 128, 64, (2, 4, 1), 4),
+        TileShape(64, 64, 64, (2, 2, 2), 4),
+        TileShape(32, 32, 128, (1, 1, 8), 3),
+    ),
+}
+
+# Relative costs of a block: of one multiply-add at full speed, of moving one operand element to shared memory, of
+# finishing one result, of starting a tile. Fitted roughly; only their ratios matter.
+_MULTIPLY, _MOVE, _FINISH, _START = 1.0, 40.0, 60.0, 150_000.0
+
+
+def tile_cost(shape: TileShape, depth: int) -> float:
+    """Cost of one tile of `shape` over `depth`."""
+    steps = -(-depth // shape.k)
+    a_step = max(_MULTIPLY * shape.m * shape.n, _MOVE * (shape.m + shape.n)) * shape.k
+    return steps * a_step + _FINISH * shape.m * shape.n + _START
+
+
+def product_cost(shape: TileShape, m: int, n: int, k: int, blocks: int) -> float:
+    """Cost of C (m, n) = A (m, k) B (k, n) over the grid: full rounds of tiles."""
+    tiles = -(-m // shape.m) * -(-n // shape.n)
+    return -(-tiles // blocks) * tile_cost(shape, k)
+
+
+def choose_tile(shapes: Sequence[TileShape], products: Sequence[tuple[int, int, int]], blocks: int) -> TileShape:
+    """The shape with the least cost over all `products` (m, n, k)."""
+    return min(shapes, key=lambda shape: sum(product_cost(shape, m, n, k, blocks) for m, n, k in products))
+
+
+def choose_splits(
+    shapes: Sequence[TileShape], layers: Sequence[tuple[int, int]], rows: int, blocks: int
+) -> tuple[TileShape, int]:
+    """Shape and splits of the batch for the weight gradients of all `layers` (fan_in, fan_out) in one phase."""
+
+    def cost(shape: TileShape, splits: int) -> float:
+        tiles = sum(-(-fan_in // shape.m) * -(-fan_out // shape.n) for fan_in, fan_out in layers)
+        steps = -(-rows // shape.k)
+        depth = -(-steps // splits) * shape.k
+        handing_over = 40.0 * shape.m * shape.n * (1 + splits) if splits > 1 else 0.0
+        return -(-tiles * splits // blocks) * (tile_cost(shape, depth) + handing_over)
+
+    candidates = [
+        (shape, splits) for shape in shapes for splits in range(1, 33) if splits == 1 or rows >= splits * 2 * shape.k
+    ]
+    return min(candidates, key=lambda candidate: cost(*candidate))
