@@ -7,7 +7,7 @@
 
 namespace narrow {
 
-constexpr int OUTPUTS = WIDTH[LAYERS];
+constexpr int OUTPUTS = width(LAYERS);
 constexpr int OUTPUT_COLUMNS = columns(LAYERS);
 // Where the last layer's gradient is summed as A^T dZ, its bias gradient is summed here, in registers.
 constexpr bool CHAIN_SUMS_BIAS = !out_major(LAYERS - 1);
@@ -59,34 +59,34 @@ struct Chain {
     template <int L>
     __device__ __forceinline__ float2 bias(int block) const {
         float2 pair;
-        const u32 at = shared + bias_at(L) + block * 32 + (threadIdx.x & 3) * 8;
+        const u32 at = shared + CONSTANT(bias_at(L)) + block * 32 + (threadIdx.x & 3) * 8;
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(at));
         return pair;
     }
     template <int I>
     __device__ __forceinline__ u32 activation_fragment() const {
-        return fragment_address(shared + activation_at(I), row_block, activation_columns(I));
+        return fragment_address(shared + CONSTANT(activation_at(I)), row_block, CONSTANT(activation_columns(I)));
     }
     template <int I>
     __device__ __forceinline__ u32 delta_fragment() const {
-        return fragment_address(shared + delta_at(I), row_block, columns(I));
+        return fragment_address(shared + CONSTANT(delta_at(I)), row_block, CONSTANT(columns(I)));
     }
 
     // Raw rows to the first fragments, kept in shared memory too.
     __device__ __forceinline__ void load_inputs(const Raw& raw, const RowPair& rows, u32 (&a)[2 * columns(0)]) const {
         const int t = threadIdx.x & 3;
 #pragma unroll
-        for (int i = 0; i < 2 * columns(0); ++i) {  // halves of rows (i & 1) and columns (i >> 1)
+        for (int i = 0; i < CONSTANT(2 * columns(0)); ++i) {  // halves of rows (i & 1) and columns (i >> 1)
             float2 x = make_float2(0.f, 0.f);
-            const RawInput* row = (const RawInput*)raw.inputs + rows.row[i & 1] * WIDTH[0];
-            if (rows.there[i & 1]) x = load_columns<WIDTH[0]>(row, (i >> 1) * 8 + 2 * t, scales, 0);
+            const RawInput* row = (const RawInput*)raw.inputs + rows.row[i & 1] * width(0);
+            if (rows.there[i & 1]) x = load_columns<width(0)>(row, (i >> 1) * 8 + 2 * t, scales, 0);
             a[i] = pack_pair(x.x, x.y);
         }
         store_fragments<columns(0), activation_columns(0)>(activation_fragment<0>(), a);
     }
     __device__ __forceinline__ float2 load_targets(const Raw& raw, const RowPair& rows, int half, int column) const {
         if (!rows.there[half]) return make_float2(0.f, 0.f);
-        return load_columns<OUTPUTS>(raw.targets + rows.row[half] * OUTPUTS, column, scales, padded(0));
+        return load_columns<OUTPUTS>(raw.targets + rows.row[half] * OUTPUTS, column, scales, CONSTANT(padded(0)));
     }
 
     template <int COLUMNS, int STRIDE>
@@ -100,12 +100,12 @@ struct Chain {
     template <int L>
     __device__ __forceinline__ void forward(const u32 (&a)[2 * columns(L)], const Raw& raw, const RowPair& rows,
                                             Totals& totals) const {
-        constexpr int OUT = columns(L + 1);
+        constexpr int OUT = columns(L + 1), KIND = activation(L);
         float z[4 * OUT];
-        const Operand<OUT * BLOCK_BYTES, BLOCK_BYTES, true> weight{shared + weight_at(L)};
+        const Operand<OUT * BLOCK_BYTES, BLOCK_BYTES, true> weight{shared + CONSTANT(weight_at(L))};
         begin_products();
 #pragma unroll
-        for (int k = 0; k < columns(L) / 2; ++k) product<OUT>(z, a + 4 * k, weight.step(k), k > 0);
+        for (int k = 0; k < CONSTANT(columns(L) / 2); ++k) product<OUT>(z, a + 4 * k, weight.step(k), k > 0);
         commit_products();
         float2 b[OUT];
 #pragma unroll
@@ -118,14 +118,14 @@ struct Chain {
             u32 next[2 * OUT], slope[2 * OUT];
 #pragma unroll
             for (int i = 0; i < 2 * OUT; ++i) {
-                if (ACTIVATION[L] == RELU)
+                if (KIND == RELU)
                     next[i] = pack_relu(z[2 * i], z[2 * i + 1]);
                 else
-                    next[i] = activate_pair<ACTIVATION[L]>(z[2 * i], z[2 * i + 1], slope[i]);
+                    next[i] = activate_pair<KIND>(z[2 * i], z[2 * i + 1], slope[i]);
             }
             store_fragments<OUT, activation_columns(L + 1)>(activation_fragment<L + 1>(), next);
             // The place of dZ is free until it is known: the slope waits there.
-            if (stores_slope(ACTIVATION[L])) store_fragments<OUT, OUT>(delta_fragment<L + 1>(), slope);
+            if (stores_slope(KIND)) store_fragments<OUT, OUT>(delta_fragment<L + 1>(), slope);
             forward<L + 1>(next, raw, rows, totals);
         } else {
             u32 dz[2 * OUT];
@@ -139,12 +139,12 @@ struct Chain {
     template <int L>
     __device__ __forceinline__ void backward(const u32 (&dz)[2 * columns(L + 1)]) const {
         if constexpr (L > 0) {
-            constexpr int IN = columns(L), KIND = ACTIVATION[L - 1];
+            constexpr int IN = columns(L), KIND = activation(L - 1);
             float d[4 * IN];
-            const Operand<BLOCK_BYTES, columns(L + 1) * BLOCK_BYTES, false> weight{shared + weight_at(L)};
+            const Operand<BLOCK_BYTES, columns(L + 1) * BLOCK_BYTES, false> weight{shared + CONSTANT(weight_at(L))};
             begin_products();
 #pragma unroll
-            for (int k = 0; k < columns(L + 1) / 2; ++k) product<IN>(d, dz + 4 * k, weight.step(k), k > 0);
+            for (int k = 0; k < CONSTANT(columns(L + 1) / 2); ++k) product<IN>(d, dz + 4 * k, weight.step(k), k > 0);
             commit_products();
             const u32 from = stores_slope(KIND) ? delta_fragment<L>() : activation_fragment<L>();
             u32 kept[IN / 2][4], next[2 * IN];

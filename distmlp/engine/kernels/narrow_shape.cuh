@@ -16,9 +16,28 @@
 
 namespace narrow {
 
-constexpr int WIDTH[] = {WIDTHS};
-constexpr int LAYERS = sizeof(WIDTH) / sizeof(int) - 1;
-constexpr int ACTIVATION[] = {ACTIVATIONS};
+// Lists are local to functions: device code may not refer to a constant array of the namespace.
+#define CONSTEXPR __host__ __device__ constexpr
+CONSTEXPR int count_widths() {
+    constexpr int widths[] = {WIDTHS};
+    return sizeof(widths) / sizeof(int);
+}
+CONSTEXPR int width(int i) {
+    constexpr int widths[] = {WIDTHS};
+    return widths[i];
+}
+CONSTEXPR int activation(int layer) {
+    constexpr int kinds[] = {ACTIVATIONS};
+    return kinds[layer];
+}
+// An integer expression that is certainly evaluated by the compiler.
+template <int VALUE>
+struct Constant {
+    static constexpr int value = VALUE;
+};
+#define CONSTANT(...) (narrow::Constant<(__VA_ARGS__)>::value)
+
+constexpr int LAYERS = count_widths() - 1;
 constexpr int CHAINS = NARROW_CHAINS;
 constexpr int GROUPS = NARROW_GROUPS;
 constexpr int WARPS = 4 * GROUPS;
@@ -32,39 +51,46 @@ constexpr int BLOCK_BYTES = 128;   // 8 x 8 bf16
 struct Item {
     int layer, block, out_major, group, offset;
 };
-constexpr Item ITEMS[] = {NARROW_ITEMS};
-constexpr int ITEM_COUNT = sizeof(ITEMS) / sizeof(Item);
+CONSTEXPR int count_items() {
+    constexpr Item items[] = {NARROW_ITEMS};
+    return sizeof(items) / sizeof(Item);
+}
+CONSTEXPR Item item(int i) {
+    constexpr Item items[] = {NARROW_ITEMS};
+    return items[i];
+}
+constexpr int ITEM_COUNT = count_items();
 
-__host__ __device__ constexpr int padded(int i) { return (WIDTH[i] + 15) / 16 * 16; }
-__host__ __device__ constexpr int columns(int i) { return padded(i) / 8; }  // blocks in a row of activation or dZ `i`
+CONSTEXPR int padded(int i) { return (width(i) + 15) / 16 * 16; }
+CONSTEXPR int columns(int i) { return padded(i) / 8; }  // blocks in a row of activation or dZ `i`
 
-__host__ __device__ constexpr bool out_major(int layer) {
+CONSTEXPR bool out_major(int layer) {
     for (int i = 0; i < ITEM_COUNT; ++i)
-        if (ITEMS[i].layer == layer) return ITEMS[i].out_major;
+        if (item(i).layer == layer) return item(i).out_major;
     return true;
 }
 // Blocks in a row of activation `i`, the block of ones included.
-__host__ __device__ constexpr int activation_columns(int i) { return columns(i) + (out_major(i) ? 1 : 0); }
+CONSTEXPR int activation_columns(int i) { return columns(i) + (out_major(i) ? 1 : 0); }
 
-__host__ __device__ constexpr int weight_bytes(int layer) { return columns(layer) * columns(layer + 1) * BLOCK_BYTES; }
-__host__ __device__ constexpr int weight_at(int layer) {  // bytes into shared memory, and into the image in global memory
+CONSTEXPR int weight_bytes(int layer) { return columns(layer) * columns(layer + 1) * BLOCK_BYTES; }
+CONSTEXPR int weight_at(int layer) {  // bytes into shared memory, and into the image in global memory
     int at = 0;
     for (int i = 0; i < layer; ++i) at += weight_bytes(i);
     return at;
 }
-__host__ __device__ constexpr int bias_at(int layer) {  // float32
+CONSTEXPR int bias_at(int layer) {  // float32
     int at = weight_at(LAYERS);
     for (int i = 0; i < layer; ++i) at += padded(i + 1) * 4;
     return at;
 }
 constexpr int IMAGE_BYTES = bias_at(LAYERS);
 
-__host__ __device__ constexpr int activation_at(int i) {  // input of layer i, 0 <= i < LAYERS
+CONSTEXPR int activation_at(int i) {  // input of layer i, 0 <= i < LAYERS
     int at = (IMAGE_BYTES + 127) / 128 * 128;
     for (int k = 0; k < i; ++k) at += TILE / 8 * activation_columns(k) * BLOCK_BYTES;
     return at;
 }
-__host__ __device__ constexpr int delta_at(int i) {  // gradient at the output of layer i - 1, 1 <= i <= LAYERS
+CONSTEXPR int delta_at(int i) {  // gradient at the output of layer i - 1, 1 <= i <= LAYERS
     int at = activation_at(LAYERS);
     for (int k = 1; k < i; ++k) at += TILE / 8 * columns(k) * BLOCK_BYTES;
     return at;
@@ -77,13 +103,13 @@ constexpr int WARP_SUMS = 128 + 4 + padded(LAYERS);  // floats
 constexpr int EXCHANGE_BYTES = WARPS * WARP_SUMS * 4 + 64;
 
 // Flat parameter layout, as distmlp/network.py.
-__host__ __device__ constexpr int aligned(int n) { return (n + 31) / 32 * 32; }
-__host__ __device__ constexpr int flat_weight(int layer) {
+CONSTEXPR int aligned(int n) { return (n + 31) / 32 * 32; }
+CONSTEXPR int flat_weight(int layer) {
     int at = 0;
-    for (int i = 0; i < layer; ++i) at = aligned(aligned(at + WIDTH[i] * WIDTH[i + 1]) + WIDTH[i + 1]);
+    for (int i = 0; i < layer; ++i) at = aligned(aligned(at + width(i) * width(i + 1)) + width(i + 1));
     return at;
 }
-__host__ __device__ constexpr int flat_bias(int layer) { return aligned(flat_weight(layer) + WIDTH[layer] * WIDTH[layer + 1]); }
+CONSTEXPR int flat_bias(int layer) { return aligned(flat_weight(layer) + width(layer) * width(layer + 1)); }
 constexpr int FLAT_SIZE = flat_weight(LAYERS);
 
 // Where flat element `e` stands: its layer and row and column there, and its byte offset in the image.
@@ -91,19 +117,21 @@ struct Place {
     int layer, in, out;  // layer -1: a gap between tensors; in -1: a bias
     int image;
 };
+template <int L = 0>
 __device__ __forceinline__ Place locate(int e) {
-    Place place = {-1, -1, 0, 0};
-#pragma unroll
-    for (int l = 0; l < LAYERS; ++l) {
-        const int w = e - flat_weight(l), b = e - flat_bias(l);
-        if (w >= 0 && w < WIDTH[l] * WIDTH[l + 1]) {
-            const int in = w / WIDTH[l + 1], out = w % WIDTH[l + 1];
-            const int block = (in >> 3) * columns(l + 1) + (out >> 3);
-            place = {l, in, out, weight_at(l) + block * BLOCK_BYTES + (in & 7) * 16 + (out & 7) * 2};
+    if constexpr (L < LAYERS) {
+        constexpr int OUT = width(L + 1), WEIGHTS = width(L) * OUT;
+        const int w = e - CONSTANT(flat_weight(L)), b = e - CONSTANT(flat_bias(L));
+        if (w < 0) return {-1, -1, 0, 0};  // a gap
+        if (w < WEIGHTS) {
+            const int in = w / OUT, out = w % OUT, block = (in >> 3) * CONSTANT(columns(L + 1)) + (out >> 3);
+            return {L, in, out, CONSTANT(weight_at(L)) + block * BLOCK_BYTES + (in & 7) * 16 + (out & 7) * 2};
         }
-        if (b >= 0 && b < WIDTH[l + 1]) place = {l, -1, b, bias_at(l) + b * 4};
+        if (b < OUT && b >= 0) return {L, -1, b, CONSTANT(bias_at(L)) + b * 4};
+        if (b < 0) return {-1, -1, 0, 0};
+        return locate<L + 1>(e);
     }
-    return place;
+    return {-1, -1, 0, 0};
 }
 
 }  // namespace narrow

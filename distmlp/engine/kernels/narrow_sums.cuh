@@ -10,10 +10,10 @@ constexpr int PARTIAL_STRIDE = FLAT_SIZE + TALLY;  // floats a block writes a st
 // Sums of one item over the tile in shared memory.
 template <int I>
 __device__ __forceinline__ void add_item(float* sums, u32 shared) {
-    constexpr Item ITEM = ITEMS[I];
+    constexpr Item ITEM = item(I);
     constexpr int L = ITEM.layer, FIRST = ITEM.block * 8 * BLOCK_BYTES;
-    const Operand<columns(L + 1) * BLOCK_BYTES, BLOCK_BYTES, true> dz{shared + delta_at(L + 1)};
-    const Operand<activation_columns(L) * BLOCK_BYTES, BLOCK_BYTES, true> a{shared + activation_at(L)};
+    const Operand<columns(L + 1) * BLOCK_BYTES, BLOCK_BYTES, true> dz{shared + CONSTANT(delta_at(L + 1))};
+    const Operand<activation_columns(L) * BLOCK_BYTES, BLOCK_BYTES, true> a{shared + CONSTANT(activation_at(L))};
 #pragma unroll
     for (int k = 0; k < TILE / 16; ++k) {
         if constexpr (ITEM.out_major) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ void add_item(float* sums, u32 shared) {
 template <int GROUP, int I>
 __device__ __forceinline__ void add_items(float* sums, u32 shared) {
     if constexpr (I < ITEM_COUNT) {
-        if constexpr (ITEMS[I].group == GROUP) add_item<I>(sums, shared);
+        if constexpr (item(I).group == GROUP) add_item<I>(sums, shared);
         add_items<GROUP, I + 1>(sums, shared);
     }
 }
@@ -66,12 +66,12 @@ struct Limit {
 
 template <int I>
 __device__ __forceinline__ void write_item(const float* sums, float* partial, Limit& limit) {
-    constexpr Item ITEM = ITEMS[I];
-    constexpr int L = ITEM.layer, IN = WIDTH[L], OUT = WIDTH[L + 1];
+    constexpr Item ITEM = item(I);
+    constexpr int L = ITEM.layer, IN = width(L), OUT = width(L + 1);
     constexpr int COLUMNS = ITEM.out_major ? columns(L) : columns(L + 1);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, t = lane & 3;
     const int row = 64 * ITEM.block + 16 * warp + (lane >> 2);
-    float* weight = partial + flat_weight(L);
+    float* weight = partial + CONSTANT(flat_weight(L));
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
 #pragma unroll
@@ -91,7 +91,7 @@ __device__ __forceinline__ void write_item(const float* sums, float* partial, Li
     }
     if constexpr (ITEM.out_major) {  // the column of ones
         const float* ones = sums + ITEM.offset + 4 * COLUMNS;
-        float* bias = partial + flat_bias(L);
+        float* bias = partial + CONSTANT(flat_bias(L));
         if (t == 0 && row < OUT) bias[row] = limit.pass(ones[0]);
         if (t == 0 && row + 8 < OUT) bias[row + 8] = limit.pass(ones[2]);
     }
@@ -100,7 +100,7 @@ __device__ __forceinline__ void write_item(const float* sums, float* partial, Li
 template <int I>
 __device__ __forceinline__ void write_items(int group, const float (&sums)[SUMS], float* partial, Limit& limit) {
     if constexpr (I < ITEM_COUNT) {
-        if (group == ITEMS[I].group) write_item<I>(sums, partial, limit);
+        if (group == CONSTANT(item(I).group)) write_item<I>(sums, partial, limit);
         write_items<I + 1>(group, sums, partial, limit);
     }
 }
@@ -126,7 +126,7 @@ __device__ __forceinline__ void write_totals(Totals& totals, float* scratch, flo
         float sum = 0.f;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) sum += scratch[w * WARP_SUMS + 4 + i];
-        partial[flat_bias(LAYERS - 1) + i] = sum;
+        partial[CONSTANT(flat_bias(LAYERS - 1)) + i] = sum;
     }
     if (i == BLOCK_THREADS - 1) {
         float4 tally = make_float4(0.f, 0.f, 0.f, any_bad ? 1.f : 0.f);  // loss, weight, -, bad

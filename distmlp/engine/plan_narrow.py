@@ -1,0 +1,149 @@
+"""The narrow regime: whether a network fits one, and how its work is shared inside a block. Pure.
+
+A block keeps all weights, and activations and errors of a tile of rows, in shared memory, and the weight gradients of
+all its tiles in registers. The constants that kernels/narrow_shape.cuh computes again are checked there when it is
+compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_WIDTH = 128
+BLOCK_BYTES = 128  # 8 x 8 bfloat16
+CHUNK = 128  # parameters that a block updates at a time
+GROUP_THREADS = 128
+TALLY = 8
+
+# Registers a thread may spend on weight gradients, by the widest layer: what is left beside a layer's sums and
+# operands before the compiler spills (256 threads of 255 registers; measured with ptxas for sm_80 and sm_90a).
+_SUM_LIMITS = ((64, 112), (96, 88), (128, 88))
+
+
+@dataclass(frozen=True)
+class Item:
+    """64 rows of one layer's weight gradient, summed by one warpgroup in its registers from `offset` on."""
+
+    layer: int
+    block: int
+    out_major: bool  # rows are outputs and a column of ones gives the bias gradient; else rows are inputs
+    group: int
+    offset: int
+    floats: int  # a thread
+
+
+@dataclass(frozen=True)
+class NarrowPlan:
+    """Launch shape of the narrow kernel."""
+
+    widths: tuple[int, ...]
+    chains: int  # warpgroups that take rows through the network
+    groups: int  # warpgroups of a block
+    blocks: int
+    items: tuple[Item, ...]
+    shared_bytes: int
+    image_bytes: int
+
+    @property
+    def threads(self) -> int:
+        return self.groups * GROUP_THREADS
+
+    @property
+    def tile_rows(self) -> int:
+        return 64 * self.chains
+
+    @property
+    def sums(self) -> int:
+        """Floats a thread keeps for weight gradients."""
+        return max(item.offset + item.floats for item in self.items)
+
+    def partial_floats(self, size: int) -> int:
+        """Floats of the buffer of partial sums; `size` is `Network.size`."""
+        return self.blocks * (size + TALLY)
+
+    def macros(self) -> dict[str, str]:
+        """Compile-time definitions, see kernels/narrow_shape.cuh."""
+        items = ",".join(f"{{{i.layer},{i.block},{int(i.out_major)},{i.group},{i.offset}}}" for i in self.items)
+        return {
+            "WIDTHS": ",".join(map(str, self.widths)),
+            "NARROW_CHAINS": str(self.chains),
+            "NARROW_GROUPS": str(self.groups),
+            "NARROW_SUMS": str(self.sums),
+            "NARROW_ITEMS": items,
+            "NARROW_SHARED_BYTES": str(self.shared_bytes),
+        }
+
+
+def plan_narrow(widths: Sequence[int], rows: int, multiprocessors: int, shared_limit: int) -> NarrowPlan | None:
+    """The launch for a network of `widths` and at most `rows` rows a step, or None where it does not fit.
+
+    `shared_limit`: bytes of shared memory a block may ask for.
+    """
+    widths = tuple(widths)
+    if max(widths) > MAX_WIDTH:
+        return None
+    for chains in (2, 1) if rows > 64 * multiprocessors else (1,):
+        shared = _shared_bytes(widths, chains, groups=2)
+        items = _share_items(widths, groups=2)
+        if shared <= shared_limit and items is not None:
+            tiles = -(-rows // (64 * chains))
+            size = _flat_size(widths)
+            blocks = min(multiprocessors, max(tiles, -(-size // CHUNK)))
+            return NarrowPlan(widths, chains, 2, blocks, items, shared, _image_bytes(widths))
+    return None
+
+
+def _padded(width: int) -> int:
+    return -(-width // 16) * 16
+
+
+def _columns(width: int) -> int:
+    return _padded(width) // 8
+
+
+def _out_major(widths: Sequence[int], layer: int) -> bool:
+    """A few outputs are cheaper as columns; only the last layer's bias can then be summed elsewhere."""
+    return not (layer == len(widths) - 2 and _padded(widths[-1]) <= 32)
+
+
+def _share_items(widths: Sequence[int], groups: int) -> tuple[Item, ...] | None:
+    """Gradients over warpgroups, the largest first to whoever has least. None where registers do not suffice."""
+    parts = []
+    for layer, (fan_in, fan_out) in enumerate(zip(widths, widths[1:], strict=False)):
+        out_major = _out_major(widths, layer)
+        rows, floats = (fan_out, 4 * (_columns(fan_in) + 1)) if out_major else (fan_in, 4 * _columns(fan_out))
+        parts += [(floats, layer, block, out_major) for block in range(-(-_padded(rows) // 64))]
+    load, items = [0] * groups, []
+    for floats, layer, block, out_major in sorted(parts, key=lambda part: -part[0]):
+        group = load.index(min(load))
+        items.append(Item(layer, block, out_major, group, load[group], floats))
+        load[group] += floats
+    limit = next(limit for width, limit in _SUM_LIMITS if _padded(max(widths)) <= width)
+    return tuple(items) if max(load) <= limit else None
+
+
+def _image_bytes(widths: Sequence[int]) -> int:
+    pairs = list(zip(widths, widths[1:], strict=False))
+    return sum(_columns(i) * _columns(o) * BLOCK_BYTES for i, o in pairs) + sum(4 * _padded(o) for _, o in pairs)
+
+
+def _shared_bytes(widths: Sequence[int], chains: int, groups: int) -> int:
+    row_blocks, layers = 8 * chains, len(widths) - 1
+    at = -(-_image_bytes(widths) // 128) * 128
+    at += sum(row_blocks * (_columns(widths[i]) + _out_major(widths, i)) * BLOCK_BYTES for i in range(layers))
+    at += sum(row_blocks * _columns(w) * BLOCK_BYTES for w in widths[1:])
+    at += 8 * BLOCK_BYTES
+    at += 4 * groups * (128 + 4 + _padded(widths[-1])) * 4 + 64
+    return at + 3 * (_padded(widths[0]) + _padded(widths[-1])) * 4
+
+
+def _flat_size(widths: Sequence[int]) -> int:
+    at = 0
+    for fan_in, fan_out in zip(widths, widths[1:], strict=False):
+        at = _aligned(_aligned(at + fan_in * fan_out) + fan_out)
+    return at
+
+
+def _aligned(n: int) -> int:
+    return -(-n // 32) * 32
