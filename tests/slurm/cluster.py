@@ -29,6 +29,7 @@ FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 # config_overrides lets a node have more CPUs than the machine.
 _CONF = """\
 ClusterName=test
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
 SlurmUser=root
@@ -123,8 +124,12 @@ class Cluster:
         nodes = "\n".join(
             _NODE.format(name=name, host=host, port=port) for name, port in zip(NODES, ports, strict=True)
         )
+        # MPICH names its shared memory after the job: an id of an earlier cluster would meet what a killed job left.
+        first_job = int(time.time()) % 60_000_000 + 1
         (self.folder / "slurm.conf").write_text(
-            _CONF.format(host=host, folder=self.folder, controller_port=controller_port, nodes=nodes)
+            _CONF.format(
+                host=host, folder=self.folder, controller_port=controller_port, nodes=nodes, first_job=first_job
+            )
         )
         devices = "NodeName=n[1-2] Name=gpu File=/dev/tty[0-3]\n"  # any device files: nothing opens them
         (self.folder / "gres.conf").write_text(devices)
