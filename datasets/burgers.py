@@ -34,6 +34,7 @@ def main() -> None:
 
     def rows(start: int, stop: int) -> Block:
         inputs = draws(options.seed, start, stop, lambda generator: generator.uniform(low, high, (DRAW_ROWS, 3)))
+        inputs = inputs.astype(np.float32).astype(np.float64)  # u of the inputs as they are stored
         u = solution(inputs[:, 0], inputs[:, 1], 10.0 ** inputs[:, 2])
         return {"inputs": inputs.astype(np.float32), "targets": u[:, None].astype(np.float32)}
 

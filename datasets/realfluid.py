@@ -27,6 +27,7 @@ def main() -> None:
 
     def rows(start: int, stop: int) -> Block:
         inputs = draws(options.seed, start, stop, lambda generator: generator.uniform(LOW, HIGH, (DRAW_ROWS, 2)))
+        inputs = inputs.astype(np.float32).astype(np.float64)  # the properties of the inputs as they are stored
         temperature, pressure = inputs[:, 0], 10.0 ** inputs[:, 1]
         columns = [np.asarray(PropsSI(name, "T", temperature, "P", pressure, FLUID)) for name in ("D", "H", "S", "A")]
         columns[0] = np.log10(columns[0])

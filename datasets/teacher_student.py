@@ -40,9 +40,8 @@ def main() -> None:
     teacher = Teacher(features, options.hidden, outputs, options.seed)
 
     def rows(start: int, stop: int) -> Block:
-        random = draws(
-            options.seed, start, stop, lambda generator: generator.normal(size=(DRAW_ROWS, features + outputs))
-        )
+        shape = (DRAW_ROWS, features + outputs)
+        random = draws(options.seed, start, stop, lambda generator: generator.normal(size=shape))
         inputs, noise = random[:, :features].astype(np.float32), random[:, features:]
         return {"inputs": inputs, "targets": (teacher(inputs) + options.noise * noise).astype(np.float32)}
 
