@@ -28,7 +28,7 @@ def describe_gpu() -> dict[str, Any]:
 
     facts: dict[str, Any] = {"driver": None, "devices": [], "peers": [], "cupy": _package("cupy-cuda")}
     with suppress(OSError):
-        facts |= _driver(ctypes.CDLL("libcuda.so.1"))
+        facts |= describe_driver(ctypes.CDLL("libcuda.so.1"))
     if facts["cupy"]:
         facts["nvrtc"] = _nvrtc([device["capability"] for device in facts["devices"]])
         facts["nccl"] = _nccl()
@@ -36,7 +36,8 @@ def describe_gpu() -> dict[str, Any]:
     return facts
 
 
-def _driver(cuda: ctypes.CDLL) -> dict[str, Any]:
+def describe_driver(cuda: ctypes.CDLL) -> dict[str, Any]:
+    """`driver devices peers` by calls of the driver API; `code` is its error, 0 for none."""
     version, count = ctypes.c_int(), ctypes.c_int()
     cuda.cuDriverGetVersion(ctypes.byref(version))
     code = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))

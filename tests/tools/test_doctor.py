@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import json
 import os
+import shutil
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from launching import clean_environment, run_mpi
 
+from distmlp.tools import doctor_child
 from distmlp.tools.doctor import diagnose, text
 from distmlp.tools.doctor_findings import FAULT, NOTE, WARNING, findings
 
@@ -186,3 +191,20 @@ def test_a_launcher_of_another_make_is_noticed(tmp_path, monkeypatch):
     (finding,) = [item for item in report["findings"] if "does not start two ranks" in item["text"]]
     assert finding["state"] == "warning"
     assert "mpirun (Open MPI) with" in finding["text"]
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+def test_devices_are_read_through_the_driver_library(tmp_path):
+    """A stand-in for libcuda: the calls, their order and the width of their arguments."""
+    source = Path(__file__).parent / "libcuda_stub.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True)
+    facts = doctor_child.describe_driver(ctypes.CDLL(str(tmp_path / "libcuda.so.1")))
+    assert facts["driver"]["cuda"] == "12.4"
+    assert facts["driver"]["code"] == 0
+    assert facts["devices"] == [
+        {"ordinal": 0, "name": "Stub A", "uuid": "GPU-28292a2b-2c2d-2e2f-3031-323334353637", "capability": 80,
+         "memory_bytes": 40 << 30},
+        {"ordinal": 1, "name": "Stub B", "uuid": "GPU-292a2b2c-2d2e-2f30-3132-333435363738", "capability": 81,
+         "memory_bytes": 41 << 30},
+    ]  # fmt: skip
+    assert facts["peers"] == [[True, False], [False, True]]
