@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import importlib.metadata
 import json
 import math
@@ -159,11 +160,16 @@ def remove_results(directory: Path) -> None:
 
 def versions(**more: str) -> dict[str, str]:
     """Versions of this program and of what it computes with; `more` (the MPI library, the driver) where not empty."""
+    return _installed() | {name: value for name, value in more.items() if value}
+
+
+@functools.cache
+def _installed() -> dict[str, str]:
     found = {"distmlp": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-    return found | {name: value for name, value in more.items() if value}
+    return found
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:
