@@ -92,7 +92,8 @@ def _slurm() -> dict[str, Any] | None:
     if not version.startswith("slurm"):
         return {"error": version.splitlines()[-1] if version else "srun does not answer"}
     wirings = re.findall(r"\b(pmix(?:_v\d)?|pmi2|cray_shasta)\b", _said("srun", "--mpi=list"))
-    return {"version": version.removeprefix("slurm").strip(), "wirings": sorted(set(wirings))}
+    number = re.search(r"\d[\w.]*", version)
+    return {"version": number[0] if number else version, "wirings": sorted(set(wirings))}
 
 
 def _said(*command: str) -> str:
