@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distmlp.engine.lanes import LaneSums, halves, whole_subtrees
-from distmlp.engine.tally import TALLY
+from distmlp.engine.tally import TALLY, Sums
 from distmlp.network import Network
 from distmlp.order import owned_streams
 
@@ -22,8 +22,9 @@ def total_bits(values, streams, ranks):
     bits = set()
     for lane in lanes:
         lane.message[:] = message
-        lane.total(lane.first)
-        bits.add(lane.first.buffer.tobytes())
+        out = Sums(NETWORK, np.empty(NETWORK.size + TALLY, np.float32))
+        lane.total(out)
+        bits.add(out.buffer.tobytes())
     assert len(bits) == 1
     return bits.pop()
 
