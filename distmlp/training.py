@@ -8,6 +8,7 @@ from typing import Any
 from distmlp import output as outputs
 from distmlp.checkpoint import Checkpoint
 from distmlp.comm.signals import StopRequest
+from distmlp.comm.watchdog import Watchdog
 from distmlp.comm.world import World, open_world
 from distmlp.config import Interval, RunConfig
 from distmlp.engine import StepReport
@@ -39,6 +40,7 @@ def train(
     try:
         with (
             StopRequest() as stop,
+            Watchdog(world, Interval.parse(config.run.stall_timeout).seconds, stop),
             open_job(
                 config, world, resume=resume, overwrite=overwrite, reporter=reporter, stop=lambda: stop.requested
             ) as job,

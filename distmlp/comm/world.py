@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -30,6 +31,8 @@ class World:
 
     def __init__(self, communicator: Any = None, library: str = "") -> None:
         self._communicator = communicator
+        self.waiting = ""  # the collective this rank is inside of, and how many it has left: the watchdog looks here
+        self.collectives = 0
         self.library = library  # the MPI library's version string, "" without MPI
         self.rank: int = communicator.rank if communicator is not None else 0
         self.size: int = communicator.size if communicator is not None else 1
@@ -52,20 +55,43 @@ class World:
     def all_reduce(self, buffer: NDArray) -> None:
         """Sum the contiguous `buffer` over all ranks, in place: the same bits on every rank and in every run."""
         if self._reducer is not None:
-            self._reducer.sum(buffer)
+            self.waiting = "all_reduce"  # not `inside`, which costs a microsecond: this is called every step
+            try:
+                self._reducer.sum(buffer)
+            finally:
+                self.waiting, self.collectives = "", self.collectives + 1
 
     def all_gather(self, value: T) -> list[T]:
         """Every rank's small picklable `value`, in the order of the ranks."""
-        return self._communicator.allgather(value) if self.size > 1 else [value]
+        if self.size == 1:
+            return [value]
+        with self.inside("all_gather"):
+            return self._communicator.allgather(value)
 
     def broadcast(self, value: T) -> T:
         """Rank 0's picklable `value`."""
-        return self._communicator.bcast(value) if self.size > 1 else value
+        if self.size == 1:
+            return value
+        with self.inside("broadcast"):
+            return self._communicator.bcast(value)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
-            self._communicator.barrier()
+            with self.inside("barrier"):
+                self._communicator.barrier()
+
+    @contextmanager
+    def inside(self, collective: str) -> Iterator[None]:
+        """Mark what is done in this block as waiting for other ranks: the watchdog blames those who do not wait.
+
+        For collectives that do not go through this class, such as those between GPUs.
+        """
+        self.waiting = collective
+        try:
+            yield
+        finally:
+            self.waiting, self.collectives = "", self.collectives + 1
 
     def agree(self, function: Callable[[], T], what: str = "") -> T:
         """Run `function` on this rank and return its value if no rank failed.
@@ -90,9 +116,15 @@ class World:
         """All ranks' faults if every rank comes here within about `seconds`, else None."""
         return exchange_faults(self._communicator, fault, seconds) if self.size > 1 else [fault]
 
+    @property
+    def _thread_multiple(self) -> bool:
+        from mpi4py import MPI
+
+        return MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
     def abort(self, code: int) -> NoReturn:
-        """End every process of the job with exit code `code`."""
-        if self.size > 1:
+        """End every process of the job with exit code `code`. From any thread."""
+        if self.size > 1 and (threading.current_thread() is threading.main_thread() or self._thread_multiple):
             from mpi4py import MPI
 
             with suppress(OSError):
