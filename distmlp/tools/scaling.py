@@ -79,7 +79,7 @@ class Sweep:
             words = " ".join(command[: len(prefix) + 1])
             raise ChildFailed(
                 f"scaling, {what}: `{words} …` ended with code {done.returncode}:\n{text}",
-                done.returncode if 0 < done.returncode < 256 else 1,
+                _exit_code(done.returncode, done.stderr),
             )
         return done.stdout
 
@@ -123,6 +123,13 @@ def run_scaling(
     if not sweep.timed:
         sweep = _calibrated(sweep, config, max(counts))
     return _sweep(sweep, config, counts, MODES[mode], out, target_loss)
+
+
+def _exit_code(code: int, said: str) -> int:
+    """The child's own code where it is one of ours; a launcher's is this environment's fault."""
+    if code in (2, 3, 4, 5, 75):
+        return code
+    return 1 if "Traceback (most recent call last)" in said else SystemUnfitError.exit_code
 
 
 def _sweep(

@@ -7,6 +7,7 @@ import typing
 
 import numpy as np
 import pytest
+from launching import run_distmlp
 
 import distmlp
 from distmlp.checkpoint import Checkpoint, network_of, save
@@ -112,6 +113,15 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, packag
     with pytest.raises(SystemUnfitError, match=r"pip install 'distmlp\[export\]'"):
         run_export(tmp_path / "c.h5", package, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command_takes_a_checkpoint(tmp_path):
+    inputs, expected = make_checkpoint(tmp_path / "c.h5")
+    done = run_distmlp(["export", "c.h5", "--to", "onnx", "m.onnx"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("m.onnx: onnx, ")
+    assert run_onnx(tmp_path / "m.onnx", inputs) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert run_distmlp(["export", "c.h5", "--to", "pickle", "m"], cwd=tmp_path).returncode == ConfigError.exit_code
 
 
 def test_what_cannot_be_done_is_refused_and_leaves_nothing(tmp_path):

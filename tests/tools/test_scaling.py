@@ -207,7 +207,7 @@ def test_points_before_a_failure_are_reported(real_run, tmp_path, capsys):
     )
     with pytest.raises(ChildFailed, match="weak-ranks-2") as failure:
         run_scaling(real_run, "1,2", "weak", tmp_path / "out", steps=16, launcher=launcher)
-    assert failure.value.exit_code == 9
+    assert failure.value.exit_code == SystemUnfitError.exit_code
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [point["ranks"] for point in report["points"]] == [1]
     assert "ended early" in report["warnings"][0]
