@@ -46,17 +46,15 @@ class Job:
     reporter: Reporter
     events: EventFile | None
 
-    def weights_sha256(self, state: State) -> str:
-        """Hash of the weights in `state`, after making sure that every rank holds the same. Collective.
+    def check_replicas(self, state: State) -> None:
+        """Make sure that every rank holds the same weights. Collective.
 
-        Raises AgreedError (exit code 1: nothing a user does can cause it) naming the step and the ranks that differ.
+        Raises RuntimeError (nothing a user does can cause it) naming the updates done and the ranks that differ.
         """
-        mine = self.network.sha256(state.parameters)
-        hashes = self.world.all_gather(mine)
-        if len(set(hashes)) > 1:
-            odd = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
+        prints = self.world.all_gather(self.network.fingerprint(state.parameters))
+        if len(set(prints)) > 1:
+            odd = [rank for rank, other in enumerate(prints) if other != prints[0]]
             raise RuntimeError(f"after {state.step} updates the weights of ranks {odd} differ from those of rank 0")
-        return mine
 
 
 @contextmanager

@@ -106,6 +106,14 @@ class Network:
             weight[...] = _draw(generator, init, layer.fan_in, layer.fan_out)
         return flat
 
+    def fingerprint(self, flat: NDArray) -> str:
+        """Tells buffers (float32) of ranks that should be equal apart, ten times as fast as a cryptographic hash.
+
+        Exclusive or and sum of the 64-bit words, gaps included: any one changed word changes both.
+        """
+        words = flat.view(np.uint64)
+        return f"{np.bitwise_xor.reduce(words):016x}{np.add.reduce(words):016x}"
+
     def sha256(self, flat: NDArray) -> str:
         """SHA-256 over the float32 little-endian weights and biases in layer order."""
         digest = hashlib.sha256()

@@ -66,7 +66,8 @@ class Run:
         self.validated_at = -1
         self.saved_at = -1
         self.saved_time = self.validated_time = self.began
-        self.sha256 = job.weights_sha256(job.start.state)
+        self.state = job.start.state  # as last seen on the host
+        job.check_replicas(self.state)
 
     def to_the_end(self) -> Summary:
         job, run = self.job, self.job.config.run
@@ -145,12 +146,12 @@ class Run:
     def _save(self) -> None:
         """Hand a checkpoint to the writer; the same weights on all ranks are a condition."""
         job = self.job
-        state = job.engine.state()
-        self.sha256 = job.weights_sha256(state)
+        self.state = job.engine.state()
+        job.check_replicas(self.state)
         epoch, step_in_epoch = job.timeline.position(self.step)
         checkpoint = Checkpoint(
             job.config,
-            state,
+            self.state,
             job.start.standardization,
             epoch=epoch,
             step=self.step,
@@ -206,7 +207,7 @@ class Run:
             validation=self.validated,
             seconds=time.perf_counter() - self.began,
             samples_per_second=self.throughput.samples_per_second,
-            weights_sha256=self.sha256,
+            weights_sha256=job.network.sha256(self.state.parameters),
             transfers=job.engine.transfers(),
             versions=outputs.versions(mpi=job.world.library),
         )
