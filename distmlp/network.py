@@ -119,7 +119,7 @@ class Network:
         digest = hashlib.sha256()
         for weight, bias in self.views(flat):
             for tensor in (weight, bias):
-                digest.update(np.ascontiguousarray(tensor, "<f4"))
+                digest.update(np.ascontiguousarray(tensor, "<f4").data)
         return digest.hexdigest()
 
 
