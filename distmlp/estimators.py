@@ -29,7 +29,7 @@ except ImportError:
 
 from distmlp.comm.world import World
 from distmlp.config import RunConfig
-from distmlp.data.memory import MemoryFeed, moments, take
+from distmlp.data.arrays import MemoryFeed, moments, take
 from distmlp.data.shards import Rows
 from distmlp.engine import Engine, Standardization, State
 from distmlp.engine.functions import softmax
