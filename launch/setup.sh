@@ -78,9 +78,10 @@ install() {
   done_before=$(sed -n 2p "$venv/.distmlp")   # checksum, then the extras
   extras=$(tr ' ' '\n' <<<"${done_before#* } $*" | sort -u | xargs | tr ' ' ',')
   [[ $done_before == "$sum ${extras//,/ }" ]] && return
-  say "Installing distmlp[$extras] into $venv ..."
-  quietly python -m pip install --quiet --editable "$project[$extras]" ||
-    fail "pip could not install distmlp[$extras]; its last lines stand above. Is a package registry reachable?"
+  local what=${extras:+[$extras]}
+  say "Installing distmlp$what into $venv ..."
+  quietly python -m pip install --quiet --editable "$project$what" ||
+    fail "pip could not install distmlp$what; its last lines stand above. Is a package registry reachable?"
   printf '%s\n%s\n' "$venv" "$sum ${extras//,/ }" >"$venv/.distmlp"
 }
 
