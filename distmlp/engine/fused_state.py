@@ -28,12 +28,12 @@ class DeviceState:
     ) -> None:
         self.config, self.plan, self.ledger = config, plan, ledger
         self.network = plan.task.network
-        code = compiler.cubin("wide.cu", macros(config, plan), plan.device.capability)
+        codes = [compiler.cubin(*part, plan.device.capability) for part in specialisations(config, plan)]
         self.arena = Arena(plan.buffers, ledger.stream, poison)
-        self._module = Module(code, ledger)
+        self._modules = [Module(code, ledger) for code in codes]
+        self._module = self._modules[0]
         self._check_sizes()
         blocks, shared = plan.blocks, plan.shared_bytes
-        self._modules = [self._module]
         self._narrow_arguments: tuple[np.uint64, ...] = ()
         if plan.narrow is None:
             self._train = self._module.kernel("train_steps", blocks, THREADS, shared, grid_wide=True)
@@ -48,17 +48,14 @@ class DeviceState:
         self._packed_from = ""  # the flat buffer whose weights the copies hold
 
     def _narrow_kernel(self) -> Kernel:
-        plan, narrow = self.plan, self.plan.narrow
+        narrow = self.plan.narrow
         assert narrow is not None
-        config = self.config
-        direct = config.optimizer.name != "lamb" and not config.optimizer.clip_norm and plan.task.ranks == 1
-        specialised = {**macros(config, plan), **narrow.macros(), "NARROW_DIRECT": str(int(direct))}
-        module = Module(compiler.cubin("narrow.cu", specialised, plan.device.capability), self.ledger)
-        self._modules.append(module)
         self._narrow_arguments = (
             np.uint64(self.arena.address("narrow_partials")), np.uint64(self.arena.address("narrow_image"))
         )  # fmt: skip
-        return module.kernel("narrow_steps", narrow.blocks, narrow.threads, narrow.shared_bytes, grid_wide=True)
+        return self._modules[1].kernel(
+            "narrow_steps", narrow.blocks, narrow.threads, narrow.shared_bytes, grid_wide=True
+        )
 
     def train_steps(self, rows: Sequence[np.uint64], begin: int, end: int, apply_first: bool) -> None:
         """Queue steps [begin, end) of the step table on the raw rows at `rows` (see `Raw` in params.cuh).
@@ -192,19 +189,23 @@ class DeviceState:
         return outputs
 
 
-def macros(config: RunConfig, plan: Plan) -> dict[str, str]:
-    """Definitions that specialise the kernels; see kernels/codes.cuh."""
+def specialisations(config: RunConfig, plan: Plan) -> list[tuple[str, dict[str, str]]]:
+    """`(source, macros)` of the modules that `plan` needs, the general one first; see kernels/codes.cuh."""
     hidden = {layer.activation for layer in plan.task.network.layers[:-1]}
-    return {
+    macros = {
         "PRODUCT": plan.product,
         "HIDDEN_ACTIVATION": "MIXED" if len(hidden) > 1 else (next(iter(hidden)).upper() if hidden else "IDENTITY"),
         "OUTPUT_ACTIVATION": plan.task.network.layers[-1].activation.upper(),
         "LOSS": config.model.loss.upper(),
         "LABELS": str(int(plan.task.labels)),
         "OPTIMIZER": config.optimizer.name.upper(),
-        **plan.tile.macros("TILE"),
-        **plan.gradient_tile.macros("GRADIENT"),
     }
+    parts = [("wide.cu", {**macros, **plan.tile.macros("TILE"), **plan.gradient_tile.macros("GRADIENT")})]
+    if plan.narrow is not None:
+        needs_norm = config.optimizer.name == "lamb" or config.optimizer.clip_norm > 0
+        direct = not needs_norm and plan.task.ranks == 1
+        parts.append(("narrow.cu", {**macros, **plan.narrow.macros(), "NARROW_DIRECT": str(int(direct))}))
+    return parts
 
 
 def describe_device() -> tuple[str, int, int, int, int]:

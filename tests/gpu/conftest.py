@@ -1,0 +1,123 @@
+"""GPU tests: skipped without a GPU; kernels are compiled ahead, side by side; the outcome goes to record.json."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+RECORD = Path(__file__).parent / "record.json"
+FOLDER = str(Path(__file__).parent)
+
+
+def _obstacle() -> str:
+    from distmlp.engine.device import find_obstacle
+
+    return find_obstacle()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    ours = [item for item in items if str(item.path).startswith(FOLDER)]
+    for item in ours:
+        item.add_marker(pytest.mark.gpu)
+    if ours and (obstacle := _obstacle()):
+        for item in ours:
+            item.add_marker(pytest.mark.skip(reason=obstacle))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compile what the cases need on all CPUs before the first test."""
+    from gpu.cases import Case
+
+    items = [item for item in session.items if str(item.path).startswith(FOLDER)]
+    if not items or _obstacle() or session.config.option.collectonly:
+        return
+    cases = [value for item in items for value in getattr(item, "callspec", _NONE).params.values()]
+    for item in items:
+        cases += getattr(item.module, "CASES", [])
+    started = time.perf_counter()
+    jobs = _jobs([case for case in cases if isinstance(case, Case)])
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        seconds = list(pool.map(_compile, jobs))
+    print(
+        f"\n{len(jobs)} kernels compiled in {time.perf_counter() - started:.0f} s; one took up to "
+        f"{max(seconds, default=0):.1f} s"
+    )
+
+
+class _NONE:
+    params: dict = {}  # noqa: RUF012
+
+
+def _jobs(cases: list) -> list[tuple]:
+    from engine.fakes import make_network
+
+    from distmlp.engine.fused_state import describe_device, specialisations
+    from distmlp.engine.optimizers import slot_names
+    from distmlp.engine.plan import Device, Task, make_plan
+
+    device, jobs = Device(*describe_device()), {}
+    for case in cases:
+        config = case.config
+        task = Task(
+            make_network(config), case.batch, case.precision, case.loss, case.labels, case.weights,
+            len(slot_names(case.optimizer)), False, 1,
+        )  # fmt: skip
+        for source, macros in specialisations(config, make_plan(task, device, case.narrow)):
+            jobs[source, *sorted(macros.items())] = (source, macros, device.capability)
+    return list(jobs.values())
+
+
+def _compile(job: tuple) -> float:
+    from distmlp.engine.compile import cubin
+
+    started = time.perf_counter()
+    cubin(*job)
+    return time.perf_counter() - started
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write what happened on this GPU, with the hash of the sources it happened to."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or _obstacle():
+        return
+    counts = {
+        kind: len([r for r in reporter.stats.get(kind, []) if str(r.nodeid).startswith("tests/gpu")])
+        for kind in ("passed", "failed", "error", "skipped")
+    }
+    if not sum(counts.values()):
+        return
+    import cupy
+
+    from distmlp.engine.compile import kernel_sha256
+
+    properties = cupy.cuda.runtime.getDeviceProperties(0)
+    version = cupy.cuda.runtime.runtimeGetVersion()
+    record = {
+        "kernel_sha256": kernel_sha256(),
+        "device": properties["name"].decode(),
+        "driver": _driver_version(),
+        "cuda": f"{version // 1000}.{version % 1000 // 10}",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "passed": counts["passed"],
+        "failed": counts["failed"] + counts["error"],
+        "skipped": counts["skipped"],
+    }
+    RECORD.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _driver_version() -> str:
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text().split()
+        return next(word for word in words if word[0].isdigit() and word.count(".") >= 1)
+    except (OSError, StopIteration):
+        import cupy
+
+        return str(cupy.cuda.runtime.driverGetVersion())

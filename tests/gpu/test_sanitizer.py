@@ -1,0 +1,53 @@
+"""compute-sanitizer over a few small steps: no access outside, no race in shared memory, nothing read unwritten."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+SCRIPT = """
+import sys
+from gpu.cases import Case, rates
+from gpu.test_sanitizer import CASES
+for case in CASES:
+    engine = case.fused(poison=None)
+    assert engine.train(0, 0, rates(3)).steps == 3
+    engine.predict(case.data().inputs)
+    engine.close()
+print("done")
+"""
+
+
+def _cases() -> list:
+    from gpu.cases import Case
+
+    return [
+        Case(widths=(5, 33, 3), batch=40, optimizer="adam", extra=3),
+        Case(widths=(5, 33, 3), batch=40, optimizer="adam", precision="bf16", options={"clip_norm": 0.1}, extra=3),
+        Case(widths=(7, 66, 11), batch=300, loss="softmax_cross_entropy", labels=True, precision="tf32", extra=3),
+        Case(widths=(5, 17, 9), batch=40, optimizer="lamb", weights=True, extra=3),
+        Case(widths=(5, 33, 3), batch=140, optimizer="adam", precision="bf16", narrow=True, extra=3),
+    ]
+
+
+CASES = _cases()
+
+
+@pytest.mark.skipif(not os.path.exists(TOOL), reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
+def test_sanitizer_is_clean(tool: str) -> None:
+    tests = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(
+        [str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
+    done = subprocess.run(
+        [TOOL, f"--tool={tool}", "--error-exitcode=9", sys.executable, "-c", SCRIPT],
+        capture_output=True, text=True, timeout=240, env=environment, cwd=tests.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert "done" in done.stdout
