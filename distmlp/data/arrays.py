@@ -1,63 +1,52 @@
-"""How much memory this process may still take: the machine's, or its control group's where that is less."""
+"""Rows that are already in memory: a feed over arrays, and their moments. For callers without files."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import numpy as np
+from numpy.typing import NDArray
 
-CGROUP = Path("/sys/fs/cgroup")
-
-
-def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes free for new data on this host, control-group limits included. Never negative."""
-    limits = [_machine_bytes(root / "proc/meminfo")]
-    limits += _group_bytes(root / CGROUP.relative_to("/"), root / "proc/self/cgroup")
-    return max(0, min(limits))
+from distmlp.data.shards import Rows
+from distmlp.order import Order
 
 
-def _machine_bytes(meminfo: Path) -> int:
-    try:
-        for line in meminfo.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return 1 << 30  # unknown: be modest
+class MemoryFeed:
+    """What `data.feed.Feed` is to a run, over arrays in memory: one process, all streams."""
+
+    wait_seconds = 0.0
+
+    def __init__(self, rows: Rows, order: Order) -> None:
+        self._rows, self.order, self.streams = rows, order, range(order.streams)
+
+    def batch(self, epoch: int, number: int) -> Rows:
+        """The rows of a batch, in the order of `Order`."""
+        return take(self._rows, self.order.batch_rows(epoch, number, self.streams))
+
+    def resident(self) -> Rows:
+        """All rows, as they lie."""
+        return self._rows
+
+    def resident_bytes(self) -> int:
+        return sum(array.nbytes for array in self._rows.parts)
+
+    def blame(self, epoch: int, number: int) -> None:
+        """Non-finite values are refused before a fit."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
-def _group_bytes(mount: Path, membership: Path) -> list[int]:
-    """What every control group above this process leaves (version 2 and 1); page cache counts as free."""
-    try:
-        lines = membership.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    limits = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        version1 = "memory" in controllers.split(",")
-        if controllers and not version1:
-            continue
-        base = mount / "memory" if version1 else mount
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version1 else ("memory.max", "memory.current")
-        group = base / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if base not in (folder, *folder.parents):
-                break
-            limit, used = (_number(folder / name) for name in names)
-            if limit is not None and limit < 1 << 60:
-                limits.append(limit - (used or 0) + _cache_bytes(folder / "memory.stat"))
-    return limits
+def moments(values: NDArray, weights: NDArray | None) -> tuple[NDArray, NDArray]:
+    """Mean and deviation (columns,), float64, of `values` (rows, columns), each row counting with its weight.
+
+    The deviation of a constant column is 1.
+    """
+    wide = values.astype(np.float64)
+    mean = np.average(wide, axis=0, weights=weights)
+    deviation = np.sqrt(np.average((wide - mean) ** 2, axis=0, weights=weights))
+    constant = deviation <= 1e-14 * np.abs(mean)  # nothing but the rounding of the mean
+    return mean, np.where(constant, 1.0, deviation)
 
 
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # absent, or "max"
-        return None
-
-
-def _cache_bytes(statistics: Path) -> int:
-    try:
-        pairs = dict(line.split()[:2] for line in statistics.read_text(encoding="ascii").splitlines())
-        return int(pairs.get("inactive_file", pairs.get("total_inactive_file", 0)))
-    except (OSError, ValueError):
-        return 0
+def take(rows: Rows, chosen: NDArray) -> Rows:
+    """The chosen rows, copied."""
+    return rows.map(lambda array: array[chosen])
