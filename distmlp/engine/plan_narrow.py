@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+from distmlp.network import Network
 
 MAX_WIDTH = 128
 BLOCK_BYTES = 128  # 8 x 8 bfloat16
@@ -38,6 +41,7 @@ class NarrowPlan:
     """Launch shape of the narrow kernel."""
 
     widths: tuple[int, ...]
+    activations: tuple[str, ...]
     chains: int  # warpgroups that take rows through the network
     groups: int  # warpgroups of a block
     blocks: int
@@ -67,6 +71,7 @@ class NarrowPlan:
         items = ",".join(f"{{{i.layer},{i.block},{int(i.out_major)},{i.group},{i.offset}}}" for i in self.items)
         return {
             "WIDTHS": ",".join(map(str, self.widths)),
+            "ACTIVATIONS": ",".join(self.activations).upper(),
             "NARROW_CHAINS": str(self.chains),
             "NARROW_GROUPS": str(self.groups),
             "NARROW_SUMS": str(self.sums),
@@ -75,22 +80,21 @@ class NarrowPlan:
         }
 
 
-def plan_narrow(widths: Sequence[int], rows: int, multiprocessors: int, shared_limit: int) -> NarrowPlan | None:
-    """The launch for a network of `widths` and at most `rows` rows a step, or None where it does not fit.
+def plan_narrow(network: Network, rows: int, multiprocessors: int, shared_limit: int) -> NarrowPlan | None:
+    """The launch for at most `rows` rows a step, or None where the network does not fit.
 
     `shared_limit`: bytes of shared memory a block may ask for.
     """
-    widths = tuple(widths)
+    widths = network.widths
     if max(widths) > MAX_WIDTH:
         return None
-    for chains in (2, 1) if rows > 64 * multiprocessors else (1,):
+    for chains in (2, 1):
         shared = _shared_bytes(widths, chains, groups=2)
         items = _share_items(widths, groups=2)
         if shared <= shared_limit and items is not None:
             tiles = -(-rows // (64 * chains))
-            size = _flat_size(widths)
-            blocks = min(multiprocessors, max(tiles, -(-size // CHUNK)))
-            return NarrowPlan(widths, chains, 2, blocks, items, shared, _image_bytes(widths))
+            blocks = min(multiprocessors, max(tiles, -(-network.size // CHUNK)))
+            return NarrowPlan(widths, network.activations, chains, 2, blocks, items, shared, _image_bytes(widths))
     return None
 
 
@@ -110,7 +114,7 @@ def _out_major(widths: Sequence[int], layer: int) -> bool:
 def _share_items(widths: Sequence[int], groups: int) -> tuple[Item, ...] | None:
     """Gradients over warpgroups, the largest first to whoever has least. None where registers do not suffice."""
     parts = []
-    for layer, (fan_in, fan_out) in enumerate(zip(widths, widths[1:], strict=False)):
+    for layer, (fan_in, fan_out) in enumerate(pairwise(widths)):
         out_major = _out_major(widths, layer)
         rows, floats = (fan_out, 4 * (_columns(fan_in) + 1)) if out_major else (fan_in, 4 * _columns(fan_out))
         parts += [(floats, layer, block, out_major) for block in range(-(-_padded(rows) // 64))]
@@ -124,7 +128,7 @@ def _share_items(widths: Sequence[int], groups: int) -> tuple[Item, ...] | None:
 
 
 def _image_bytes(widths: Sequence[int]) -> int:
-    pairs = list(zip(widths, widths[1:], strict=False))
+    pairs = list(pairwise(widths))
     return sum(_columns(i) * _columns(o) * BLOCK_BYTES for i, o in pairs) + sum(4 * _padded(o) for _, o in pairs)
 
 
@@ -136,14 +140,3 @@ def _shared_bytes(widths: Sequence[int], chains: int, groups: int) -> int:
     at += 8 * BLOCK_BYTES
     at += 4 * groups * (128 + 4 + _padded(widths[-1])) * 4 + 64
     return at + 3 * (_padded(widths[0]) + _padded(widths[-1])) * 4
-
-
-def _flat_size(widths: Sequence[int]) -> int:
-    at = 0
-    for fan_in, fan_out in zip(widths, widths[1:], strict=False):
-        at = _aligned(_aligned(at + fan_in * fan_out) + fan_out)
-    return at
-
-
-def _aligned(n: int) -> int:
-    return -(-n // 32) * 32

@@ -10,8 +10,6 @@
 // other ranks are still to add to go through the flat gradient buffer and update.cuh instead.
 #include "narrow_exchange.cuh"
 
-extern __shared__ __align__(128) unsigned char dynamic_shared[];
-
 namespace narrow {
 
 static_assert(PRODUCT == BF16, "operands are bfloat16");
@@ -44,9 +42,10 @@ __device__ __forceinline__ void sum_tiles(const Raw& raw, const StepInfo& info, 
     for (int i = 0; i < SUMS; ++i) sums[i] = 0.f;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         if (CHAINS == GROUPS || group < CHAINS) {
-            const RowPair rows = pick_rows(raw, info.first, info.rows, tile * TILE + 16 * warp + (lane >> 2));
+            const int at = tile * TILE + 16 * warp;
+            const RowPair rows = pick_rows(raw, info.first, info.rows, at + (lane >> 2));
             u32 a[2 * columns(0)];
-            chain.load_inputs(raw, rows, a);
+            chain.load_inputs(raw, info, rows, at, a);
             if ((lane & 3) == 0) totals.weight += rows.weight[0] + rows.weight[1];
             chain.forward<0>(a, raw, rows, totals);
             publish_operands();
@@ -111,7 +110,6 @@ __device__ __forceinline__ void update_directly(
                 own.mean = average(h.ema_decay, own.mean, own.value);
                 own.store(element);
                 publish(buffers, place, own.value);
-                if (last) copy_weight(place, own.value);
             });
         ++progress.step;
     } else if (totals.bad) {
@@ -192,7 +190,9 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) narrow_st
         }
 #endif
     }
-    if (blockIdx.x == 0) {  // behind the last barrier: nobody reads these any more
+    // Behind the last barrier: parameters are final, and nobody reads the counters any more.
+    if (!ENGINE.deferred) copy_weights();
+    if (blockIdx.x == 0) {
         for (int i = threadIdx.x; i < sizeof(control.flags) / 4; i += BLOCK_THREADS) ((u32*)control.flags)[i] = 0;
         if (threadIdx.x == 0) {
             control.step = progress.step;

@@ -5,6 +5,8 @@
 #include "narrow_products.cuh"
 #include "narrow_rows.cuh"
 
+extern __shared__ __align__(128) unsigned char dynamic_shared[];
+
 namespace narrow {
 
 constexpr int OUTPUTS = width(LAYERS);
@@ -72,17 +74,41 @@ struct Chain {
         return fragment_address(shared + CONSTANT(delta_at(I)), row_block, CONSTANT(columns(I)));
     }
 
-    // Raw rows to the first fragments, kept in shared memory too.
-    __device__ __forceinline__ void load_inputs(const Raw& raw, const RowPair& rows, u32 (&a)[2 * columns(0)]) const {
-        const int t = threadIdx.x & 3;
+    // Raw rows to the first fragments, kept in shared memory too. `at`: position of the warp's first row in the batch.
+    __device__ __forceinline__ void load_inputs(
+        const Raw& raw, const StepInfo& info, const RowPair& rows, int at, u32 (&a)[2 * columns(0)]) const {
+        const u32 address = activation_fragment<0>();
+        if (ENGINE.raw_type == RAW_F32) {
+            const int t = threadIdx.x & 3;
+            u32 pairs[2 * columns(0)];
 #pragma unroll
-        for (int i = 0; i < CONSTANT(2 * columns(0)); ++i) {  // halves of rows (i & 1) and columns (i >> 1)
-            float2 x = make_float2(0.f, 0.f);
-            const RawInput* row = (const RawInput*)raw.inputs + rows.row[i & 1] * width(0);
-            if (rows.there[i & 1]) x = load_columns<width(0)>(row, (i >> 1) * 8 + 2 * t, scales, 0);
-            a[i] = pack_pair(x.x, x.y);
+            for (int i = 0; i < CONSTANT(2 * columns(0)); ++i) {  // halves of rows (i & 1) and columns (i >> 1)
+                float2 x = make_float2(0.f, 0.f);
+                const float* row = (const float*)raw.inputs + rows.row[i & 1] * width(0);
+                if (rows.there[i & 1]) x = load_columns<width(0)>(row, (i >> 1) * 8 + 2 * t, scales, 0);
+                pairs[i] = pack_pair(x.x, x.y);
+            }
+            store_fragments<columns(0), activation_columns(0)>(address, pairs);
+        } else {  // element by element, so that there is one copy of the conversions
+            u8* matrix = dynamic_shared + CONSTANT(activation_at(0));
+            constexpr int COLUMNS = padded(0), STRIDE = activation_columns(0);
+            for (int i = threadIdx.x & 31; i < 16 * COLUMNS; i += 32) {
+                const int r = i / COLUMNS, c = i % COLUMNS;
+                const bool there = at + r < info.rows && c < width(0);
+                const float x = there ? raw_column(raw.inputs, raw_row(raw, info.first + at + r), c, scales) : 0.f;
+                const int block = (row_block + (r >> 3)) * STRIDE + (c >> 3);
+                *(Element*)(matrix + block * BLOCK_BYTES + (r & 7) * 16 + (c & 7) * 2) = to_element(x);
+            }
         }
-        store_fragments<columns(0), activation_columns(0)>(activation_fragment<0>(), a);
+        __syncwarp();
+        // Loaded again on either way: operands that come from two branches make the compiler serialise `wgmma`.
+#pragma unroll
+        for (int k = 0; k < CONSTANT(columns(0) / 2); ++k) {
+            u32 piece[4];
+            load_blocks4<false>(piece, address + k * 256);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[4 * k + i] = piece[i];
+        }
     }
     __device__ __forceinline__ float2 load_targets(const Raw& raw, const RowPair& rows, int half, int column) const {
         if (!rows.there[half]) return make_float2(0.f, 0.f);

@@ -113,7 +113,7 @@ __device__ __forceinline__ void publish(const Buffers& buffers, const Place& pla
 __device__ __forceinline__ void publish_all(const Buffers& buffers) {
     for (int e = blockIdx.x * BLOCK_THREADS + threadIdx.x; e < FLAT_SIZE; e += gridDim.x * BLOCK_THREADS) {
         const Place place = locate(e);
-        if (place.layer >= 0) publish(buffers, place, ENGINE.parameters[e]);
+        if (place.layer >= 0) publish(buffers, place, __ldcg(ENGINE.parameters + e));
     }
 }
 
@@ -134,10 +134,14 @@ __device__ __forceinline__ void load_image(const Buffers& buffers, u8* shared) {
     }
 }
 
-// The copies that the forward-only kernels read.
-__device__ __forceinline__ void copy_weight(const Place& place, float value) {
-    const Layer& layer = ENGINE.layer[place.layer];
-    if (place.in >= 0) layer.weight[(i64)place.in * layer.ld_out + place.out] = to_element(value);
+// The weight copies that the forward-only kernels read, once a launch.
+__device__ __forceinline__ void copy_weights() {
+    for (int e = blockIdx.x * BLOCK_THREADS + threadIdx.x; e < FLAT_SIZE; e += gridDim.x * BLOCK_THREADS) {
+        const Place place = locate(e);
+        if (place.in < 0) continue;
+        const Layer& layer = ENGINE.layer[place.layer];
+        layer.weight[(i64)place.in * layer.ld_out + place.out] = to_element(__ldcg(ENGINE.parameters + e));
+    }
 }
 
 }  // namespace narrow

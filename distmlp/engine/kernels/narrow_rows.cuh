@@ -3,20 +3,7 @@
 #include "gather.cuh"
 #include "narrow_shape.cuh"
 
-#ifndef RAW_TYPE  // of the inputs; known when the kernel is compiled, so that no branch is left
-#define RAW_TYPE RAW_F32
-#endif
-
 namespace narrow {
-
-// Types of 32 bits and more, float32 apart, are standardized in float64.
-template <class T>
-__device__ __forceinline__ float raw_widen(T x) { return raw_to_float(x); }
-__device__ __forceinline__ double raw_widen(u32 x) { return x; }
-__device__ __forceinline__ double raw_widen(int x) { return x; }
-__device__ __forceinline__ double raw_widen(u64 x) { return (double)x; }
-__device__ __forceinline__ double raw_widen(i64 x) { return (double)x; }
-__device__ __forceinline__ double raw_widen(double x) { return x; }
 
 // Mean (high, low) and factor of every input and target column, in shared memory: 0, 0 and 1 where there is none.
 constexpr int SCALES = padded(0) + padded(LAYERS);
@@ -36,19 +23,6 @@ __device__ __forceinline__ void load_scales(float* scales) {
         scales[2 * SCALES + i] = some ? factor[c] : 1.f;
     }
 }
-
-template <int CODE> struct RawOf { typedef float type; };
-template <> struct RawOf<RAW_U8> { typedef u8 type; };
-template <> struct RawOf<RAW_I8> { typedef signed char type; };
-template <> struct RawOf<RAW_U16> { typedef u16 type; };
-template <> struct RawOf<RAW_I16> { typedef short type; };
-template <> struct RawOf<RAW_U32> { typedef u32 type; };
-template <> struct RawOf<RAW_I32> { typedef int type; };
-template <> struct RawOf<RAW_U64> { typedef u64 type; };
-template <> struct RawOf<RAW_I64> { typedef i64 type; };
-template <> struct RawOf<RAW_F16> { typedef Half type; };
-template <> struct RawOf<RAW_F64> { typedef double type; };
-typedef RawOf<RAW_TYPE>::type RawInput;
 
 // The two rows that a thread works on: g and g + 8 of its warp's 16 (lane 4 g + t).
 struct RowPair {
@@ -78,22 +52,35 @@ __device__ __forceinline__ float scaled(const float* scales, int i, double x) { 
     return (float)((x - (double)scales[i]) - (double)scales[SCALES + i]) * scales[2 * SCALES + i];
 }
 
-// Columns `c` and `c + 1` (c even) of a raw row of COUNT columns, standardized by `scales` from `at` on; 0 beyond.
-template <int COUNT, class T>
-__device__ __forceinline__ float2 load_columns(const T* row, int c, const float* scales, int at) {
-    T x[2];
-    if constexpr (COUNT % 2 == 0 && sizeof(T) == 4) {
-        const uint2 pair = c < COUNT ? __ldg((const uint2*)(row + c)) : make_uint2(0u, 0u);
-        x[0] = *(const T*)&pair.x;
-        x[1] = *(const T*)&pair.y;
-    } else {
-        x[0] = row[c < COUNT ? c : 0];
-        x[1] = row[c + 1 < COUNT ? c + 1 : 0];
-    }
-    typedef decltype(raw_widen(x[0])) Wide;
+// Columns `c` and `c + 1` (c even) of a float32 row of COUNT columns, standardized by `scales` from `at` on; 0 beyond.
+template <int COUNT>
+__device__ __forceinline__ float2 load_columns(const float* row, int c, const float* scales, int at) {
+    float2 x;
+    if constexpr (COUNT % 2 == 0)
+        x = c < COUNT ? __ldg((const float2*)(row + c)) : make_float2(0.f, 0.f);
+    else
+        x = make_float2(row[c < COUNT ? c : 0], row[c + 1 < COUNT ? c + 1 : 0]);
     return make_float2(
-        c < COUNT ? scaled(scales, at + c, (Wide)raw_widen(x[0])) : 0.f,
-        c + 1 < COUNT ? scaled(scales, at + c + 1, (Wide)raw_widen(x[1])) : 0.f);
+        c < COUNT ? scaled(scales, at + c, x.x) : 0.f, c + 1 < COUNT ? scaled(scales, at + c + 1, x.y) : 0.f);
+}
+
+// Column `c` of input row `row` of any type. 32 bits and more are standardized before they are rounded.
+__device__ __forceinline__ float raw_column(const void* inputs, i64 row, int c, const float* scales) {
+    const i64 at = row * width(0) + c;
+    switch (ENGINE.raw_type) {
+        case RAW_U8: return scaled(scales, c, (float)((const u8*)inputs)[at]);
+        case RAW_I8: return scaled(scales, c, (float)((const signed char*)inputs)[at]);
+        case RAW_U16: return scaled(scales, c, (float)((const u16*)inputs)[at]);
+        case RAW_I16: return scaled(scales, c, (float)((const short*)inputs)[at]);
+        case RAW_F16: return scaled(scales, c, half_to_float(((const u16*)inputs)[at]));
+        case RAW_F32: return scaled(scales, c, ((const float*)inputs)[at]);
+        case RAW_U32: return scaled(scales, c, (double)((const u32*)inputs)[at]);
+        case RAW_I32: return scaled(scales, c, (double)((const int*)inputs)[at]);
+        case RAW_U64: return scaled(scales, c, (double)((const u64*)inputs)[at]);
+        case RAW_I64: return scaled(scales, c, (double)((const i64*)inputs)[at]);
+        case RAW_F64: return scaled(scales, c, ((const double*)inputs)[at]);
+    }
+    return 0.f;
 }
 
 }  // namespace narrow
