@@ -161,7 +161,7 @@ def make_plan(task: Task, device: Device, narrow: bool = True) -> Plan:
 def _narrow(task: Task, device: Device) -> NarrowPlan | None:
     if task.precision != "bf16" or not device.has_tensor_cores or task.ranks > 1:
         return None
-    return plan_narrow(task.network.widths, max(1, task.rows), device.multiprocessors, device.shared_bytes)
+    return plan_narrow(task.network, max(1, task.rows), device.multiprocessors, device.shared_bytes)
 
 
 def aligned(size: int, to: int) -> int:
