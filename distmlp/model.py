@@ -17,6 +17,7 @@ from distmlp.config import DataConfig, RunConfig
 from distmlp.data.predictions import PredictionWriter
 from distmlp.data.shards import Shards
 from distmlp.engine import Engine
+from distmlp.engine.functions import sigmoid, softmax
 from distmlp.engine.select import open_engine
 from distmlp.errors import DataError
 from distmlp.evaluation import evaluate, metrics, own_blocks
@@ -58,10 +59,9 @@ def load(checkpoint: str | Path) -> Model:
 def probabilities(outputs: NDArray, loss: str) -> NDArray:
     """What users call predictions: softmax or logistic function of logits, other outputs as they are."""
     if loss == "softmax_cross_entropy":
-        shifted = np.exp(outputs - outputs.max(axis=1, keepdims=True))
-        return shifted / shifted.sum(axis=1, keepdims=True)
+        return softmax(outputs)
     if loss == "binary_cross_entropy":
-        return np.exp(-np.logaddexp(0.0, -outputs)).astype(outputs.dtype)
+        return sigmoid(outputs)
     return outputs
 
 
