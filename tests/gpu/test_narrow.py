@@ -1,0 +1,134 @@
+"""The narrow kernel: steps against the float64 reference, bits that repeat, faults, and the flat-gradient path."""
+
+from __future__ import annotations
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from gpu.cases import Case, error, rates
+from gpu.test_runs import bits, epochs
+from gpu.test_steps import check
+
+from distmlp.engine.layout import ACTIVATIONS
+
+BASE = Case(precision="bf16", narrow=True, batch=300, limit=1.5)
+DEEP = BASE.but(widths=(32, 64, 64, 64, 64, 16), activation="relu", optimizer="adam", batch=4096, batches=3)
+SOFTMAX = BASE.but(widths=(20, 40, 10), loss="softmax_cross_entropy")
+KINDS = [
+    *(BASE.but(activation=a) for a in ACTIVATIONS if a != "identity"),
+    BASE.but(widths=(12, 16, 24, 16, 3), activation=("gelu", "relu", "tanh"), limit=2.0),
+    *(BASE.but(output_activation=a) for a in ("sigmoid", "softplus", "sine")),
+    *(BASE.but(loss=loss, widths=(17, 33, w)) for loss in ("mae", "huber", "binary_cross_entropy") for w in (1, 7)),
+    *(SOFTMAX.but(labels=labels, widths=(20, 40, w)) for labels in (True, False) for w in (2, 10, 100)),
+    BASE.but(weights=True, standardize=True, extra=13),
+    SOFTMAX.but(labels=True, weights=True, extra=1, standardize=True),
+]
+OPTIMIZERS = [
+    *(BASE.but(optimizer=o, widths=(8, 40, 3)) for o in ("sgd", "nesterov", "rmsprop", "adam", "adamw", "lamb")),
+    *(
+        BASE.but(
+            optimizer=o, options={"weight_decay": 0.1, "clip_norm": clip}, run={"ema_decay": 0.9}, widths=(8, 40, 3)
+        )
+        for o in ("momentum", "adamw")
+        for clip in (0.0, 0.05)
+    ),
+]
+SHAPES = [
+    BASE.but(widths=widths, batch=batch, activation="softplus")
+    for widths, batch in (
+        ((1, 1), 1), ((1, 3, 1), 3), ((3, 17, 100, 1), 333), ((128, 128, 1), 1000), ((100, 33, 128), 129),
+        ((64,) * 6, 5000), ((17, 16, 16, 16, 16, 16, 16, 16, 2), 64), ((96, 96, 40), 20_000),
+    )
+]  # fmt: skip
+CASES = [DEEP, DEEP.but(batch=512, batches=4, extra=100)]
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_kinds(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
+def test_optimizers(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_shapes(case: Case) -> None:
+    engine = case.fused()
+    assert engine.plan.regime == "narrow"
+    engine.close()
+    check(case)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f8"])
+def test_raw_types(dtype: str) -> None:
+    check(BASE.but(dtype=dtype, standardize=True))
+
+
+@hypothesis.settings(max_examples=15, derandomize=True, deadline=None, database=None)
+@hypothesis.given(
+    widths=st.lists(st.sampled_from([1, 2, 5, 8, 15, 16, 17, 31, 48, 64]), min_size=2, max_size=5),
+    batch=st.integers(1, 400),
+    extra=st.integers(0, 5),
+)
+def test_drawn_shapes(widths: list[int], batch: int, extra: int) -> None:
+    check(BASE.but(widths=tuple(widths), batch=batch, extra=min(extra, batch - 1), limit=2.0))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bits_repeat(case: Case) -> None:
+    """1000 steps twice, in launches of different length, over memory that held different things."""
+    first, second = case.fused(poison=0xFF), case.fused(poison=0x3C)
+    one, two = epochs(first, case, 1000), epochs(second, case, 1000, at_once=1)
+    assert one.tobytes() == two.tobytes()
+    assert bits(first) == bits(second)
+
+
+def test_follows_the_wide_kernel() -> None:
+    case = CASES[1]
+    narrow, wide = epochs(case.fused(), case, 200), epochs(case.but(narrow=False).fused(), case, 200)
+    assert narrow[-20:].mean() < 0.8 * narrow[:20].mean()
+    assert np.abs(narrow / wide - 1).max() < 3e-2
+
+
+def test_flat_gradient() -> None:
+    """The path through the gradient buffer gives the same update as the direct one."""
+    direct, flat = BASE.fused(), BASE.but(options={"clip_norm": 1e30}).fused()
+    for engine in (direct, flat):
+        engine.train(0, 0, rates(2))
+    assert error(flat.state().parameters, direct.state().parameters) < 1e-6
+
+
+def test_evaluation_sees_the_trained_weights() -> None:
+    engine, rows = DEEP.fused(), DEEP.data()
+    before = engine.evaluate(rows.inputs[:500], rows.targets[:500], None).loss
+    losses = epochs(engine, DEEP, 60)
+    after = engine.evaluate(rows.inputs[:500], rows.targets[:500], None).loss
+    assert after / before == pytest.approx(losses[-3:].mean() / losses[0], rel=0.15)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["direct", "norm"])
+@pytest.mark.parametrize("where", ["inputs", "targets"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_stops_before_a_bad_update(value: float, where: str, options: dict) -> None:
+    case = CASES[1].but(options=options)
+    rows = case.data()
+    getattr(rows, where)[int(case.order.batch_rows(0, 2, range(4))[5]), 2] = value
+    engine, clean = case.fused(rows=rows), case.fused()
+    report = engine.train(0, 0, rates(4))
+    assert (report.nonfinite, report.steps) == (2, 2)
+    clean.train(0, 0, rates(2))
+    assert bits(engine) == bits(clean)
+
+
+def test_skips_a_bad_batch() -> None:
+    case = CASES[1].but(run={"on_nonfinite": "skip"})
+    rows = case.data()
+    rows.targets[case.order.batch_rows(0, 1, range(4))[0], 0] = np.nan
+    engine = case.fused(rows=rows)
+    report = engine.train(0, 0, rates(4))
+    assert list(np.isnan(report.losses)) == [False, True, False, False]
+    assert (report.skipped, engine.state().step) == (1, 3)
+    assert np.isfinite(engine.state().parameters).all()
