@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from numbers import Integral
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,9 @@ from distmlp.errors import ConfigError, DivergedError
 from distmlp.network import Network
 from distmlp.order import Order
 from distmlp.schedule import learning_rates
+
+if TYPE_CHECKING:
+    from distmlp.data.feed import Feed
 
 _FLOATS = (np.float64, np.float32)
 
@@ -259,7 +262,8 @@ class _MLP(BaseEstimator):
         return loss
 
     def _open(self, feed: MemoryFeed | None) -> Engine:
-        engine, _ = open_engine(self._config, self._network, World(), feed, self._standardization)
+        as_feed = cast("Feed | None", feed)  # what an engine asks of a feed, both have
+        engine, _ = open_engine(self._config, self._network, World(), as_feed, self._standardization)
         engine.load(self._state)
         return engine
 
