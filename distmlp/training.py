@@ -146,7 +146,8 @@ class Run:
     def _save(self) -> None:
         """Hand a checkpoint to the writer; the same weights on all ranks are a condition."""
         job = self.job
-        self.state = job.engine.state()
+        job.world.agree(lambda: job.store.wait() if job.store else None, "saving")  # it reads the state saved before
+        self.state = job.engine.state(self.state)
         job.check_replicas(self.state)
         epoch, step_in_epoch = job.timeline.position(self.step)
         checkpoint = Checkpoint(

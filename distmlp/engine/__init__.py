@@ -89,8 +89,12 @@ class Engine(Protocol):
     def load(self, state: State) -> None:
         """Take over `state` (copied)."""
 
-    def state(self) -> State:
-        """A copy of everything a step changes, after all steps asked for so far."""
+    def state(self, spare: State | None = None) -> State:
+        """A copy of everything a step changes, after all steps asked for so far.
+
+        The arrays of `spare`, a state that is not needed any more, may be used again: fresh memory costs
+        more time than the copy.
+        """
 
     def train(self, epoch: int, first: int, rates: NDArray) -> StepReport:
         """Do `len(rates)` steps: batches `first`, `first + 1`, … of `epoch`, with these learning rates.

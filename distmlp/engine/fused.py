@@ -91,7 +91,7 @@ class FusedEngine:
     def load(self, state: State) -> None:
         self._state.load(state)
 
-    def state(self) -> State:
+    def state(self, spare: State | None = None) -> State:
         return self._state.state()
 
     def train(self, epoch: int, first: int, rates: NDArray) -> StepReport:

@@ -78,9 +78,11 @@ class ReferenceEngine:
             self._ema[:] = state.parameters if state.ema is None else state.ema
         self._step = state.step
 
-    def state(self) -> State:
-        slots = {name: buffer.copy() for name, buffer in self._slots.items()}
-        return State(self._parameters.copy(), slots, None if self._ema is None else self._ema.copy(), self._step)
+    def state(self, spare: State | None = None) -> State:
+        old = spare or State(np.empty(0))
+        slots = {name: _copied(buffer, old.slots.get(name)) for name, buffer in self._slots.items()}
+        ema = None if self._ema is None else _copied(self._ema, old.ema)
+        return State(_copied(self._parameters, old.parameters), slots, ema, self._step)
 
     def train(self, epoch: int, first: int, rates: NDArray) -> StepReport:
         assert self._feed is not None, "this engine was opened without data"
@@ -189,3 +191,10 @@ class ReferenceEngine:
 def _raise(fault: DistmlpError | None) -> None:
     if fault is not None:
         raise fault
+
+
+def _copied(buffer: NDArray, spare: NDArray | None) -> NDArray:
+    if spare is None or spare.shape != buffer.shape or spare.dtype != buffer.dtype:
+        return buffer.copy()
+    np.copyto(spare, buffer)
+    return spare
