@@ -16,18 +16,20 @@ from distmlp.engine.functions import row_losses
 from distmlp.engine.tally import TALLY, Sums
 from distmlp.network import Network
 
-ROW_BLOCK = 1024  # rows that go through the network at once
+ROW_BLOCK = 1024  # rows that go through the network at once, fewer where a layer is wider than
+BLOCK_ELEMENTS = 1 << 24  # elements of one layer's buffer
 
 
 class RowPasses:
-    """`rows`: how many rows at once to be ready for; grows up to `ROW_BLOCK` where more come."""
+    """`rows`: how many rows at once to be ready for; grows up to the largest block where more come."""
 
     def __init__(
         self, model: ModelConfig, network: Network, standardization: Standardization, dtype: DTypeLike, rows: int
     ) -> None:
         self._model, self._network, self._dtype = model, network, np.dtype(dtype)
         self._inputs, self._targets = Affine(standardization.inputs, dtype), Affine(standardization.targets, dtype)
-        self._rows = min(rows, ROW_BLOCK)
+        self._most = max(1, min(ROW_BLOCK, BLOCK_ELEMENTS // max(network.widths)))
+        self._rows = min(rows, self._most)
         self._backprop = Backprop(network, self._rows, dtype)
         self._block: Sums | None = None  # where a batch has more than one block
 
@@ -36,7 +38,7 @@ class RowPasses:
         out.tally[:] = 0
         if not len(inputs):
             out.gradient[:] = 0
-        for block in _blocks(len(inputs)):
+        for block in self._blocks(len(inputs)):
             part = out
             if block.start:
                 if self._block is None:
@@ -63,6 +65,10 @@ class RowPasses:
         out.tally[slot.WEIGHT] = rows if weights is None else weights.sum(dtype=np.float64)
         out.tally[slot.ROWS] = rows
 
+    def _blocks(self, rows: int) -> Iterator[slice]:
+        for start in range(0, rows, self._most):
+            yield slice(start, min(start + self._most, rows))
+
     def _forward(self, layers: Layers, inputs: NDArray) -> NDArray:
         """Output (rows, outputs), a view that the next call overwrites."""
         rows = len(inputs)
@@ -81,7 +87,7 @@ class RowPasses:
     def predict(self, layers: Layers, inputs: NDArray) -> NDArray:
         """Output layer (rows, outputs), float32, in raw target units."""
         predictions = np.empty((len(inputs), self._network.outputs), np.float32)
-        for block in _blocks(len(inputs)):
+        for block in self._blocks(len(inputs)):
             predictions[block] = self._targets.invert(self._forward(layers, inputs[block]))
         return predictions
 
@@ -90,7 +96,7 @@ class RowPasses:
         classes = "cross_entropy" in self._model.loss
         width = 1 if classes else self._network.outputs
         total = Evaluation(squared=np.zeros(width), target=np.zeros(width), target_squared=np.zeros(width))
-        for block in _blocks(len(inputs)):
+        for block in self._blocks(len(inputs)):
             wanted = targets[block]
             own = np.ones(len(wanted)) if weights is None else weights[block].astype(np.float64)
             output = self._forward(layers, inputs[block])
@@ -115,8 +121,3 @@ def _hits(loss: str, output: NDArray, targets: NDArray) -> NDArray:
         return ((output > 0) == (targets > 0.5)).mean(axis=1)
     labels = targets if targets.ndim == 1 else targets.argmax(axis=1)
     return (output.argmax(axis=1) == labels).astype(np.float64)
-
-
-def _blocks(rows: int) -> Iterator[slice]:
-    for start in range(0, rows, ROW_BLOCK):
-        yield slice(start, min(start + ROW_BLOCK, rows))
