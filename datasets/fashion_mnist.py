@@ -13,7 +13,7 @@ from building import Block, build, parser
 
 from distmlp.comm.policy import guarded
 from distmlp.comm.world import World, open_world
-from distmlp.data.arrays import idx_array
+from distmlp.data.arrayfiles import idx_array
 from distmlp.errors import DataError
 
 PACKAGE = Path("/usr/share/datasets/fashion-mnist")

@@ -130,7 +130,7 @@ def advice(layout: Layout) -> str:
         return f"chunks of {rows} row{'s' if rows > 1 else ''} are slow to read; {repack}"
     if rows > MANY_BLOCKS * BLOCK_ROWS:
         return (
-            f"chunks of {rows} rows: shuffled reading decodes each about {rows // BLOCK_ROWS} times where the data does "
+            f"chunks of {rows} rows: shuffled reading decodes each about {rows // BLOCK_ROWS} times where data does "
             f"not fit in memory; {repack}"
         )
     return ""

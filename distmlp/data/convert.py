@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from distmlp.data.arrays import Array, idx_array, npy_array
+from distmlp.data.arrayfiles import Array, idx_array, npy_array
 from distmlp.data.csvfile import read_csv
 from distmlp.data.formats import hdf5_rows, npz_rows, pair_rows, parquet_rows, table_rows
 from distmlp.data.shards import Rows

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distmlp.data.arrays import Array, npz_arrays
+from distmlp.data.arrayfiles import Array, npz_arrays
 from distmlp.data.inspection import inspect_files
 from distmlp.data.reader import RowReader
 from distmlp.data.shards import ROLES, Rows, check_shapes

@@ -20,6 +20,7 @@ import numpy as np
 from distmlp.data.layout import CHUNK_ENTRY, Filter, Layout
 from distmlp.errors import SystemUnfitError
 
+PROBE = "distmlp.data.probe"
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
@@ -51,8 +52,7 @@ def inspect_files(paths: Sequence[str], datasets: dict[str, str]) -> list[Inspec
         rest = [path for path in rest if path not in results]
         if not done:
             raise SystemUnfitError(
-                f"the process that checks data files ({sys.executable} -m distmlp.data.probe) does not start; "
-                "its error is above"
+                f"the process that checks data files ({sys.executable} -m {PROBE}) does not start; its error is above"
             )
     return [results[path] for path in paths]
 
@@ -107,7 +107,7 @@ def _probe(paths: Sequence[str], datasets: dict[str, str]) -> Iterator[Inspected
     """Answers of one child, in order; where it dies, the file it died on is the culprit and the last."""
     read_end, write_end = os.pipe()
     request_read, request_write = os.pipe()
-    arguments = [sys.executable, "-P", "-m", "distmlp.data.probe"]
+    arguments = [sys.executable, "-P", "-m", PROBE]
     actions = [
         (os.POSIX_SPAWN_DUP2, request_read, 0),
         (os.POSIX_SPAWN_DUP2, write_end, 1),

@@ -14,7 +14,7 @@ from distmlp.data.inspection import Inspected, inspect_files
 from distmlp.data.layout import Layout
 from distmlp.data.reader import RowReader
 from distmlp.data.sources import expand
-from distmlp.data.values import check_values
+from distmlp.data.values import judge, scan
 from distmlp.errors import DataError
 
 if TYPE_CHECKING:
@@ -108,19 +108,20 @@ class Shards:
         for rank, answer in enumerate(answers):
             inspected[rank :: world.size] = answer
         problems = {item.path: item.problem for item in inspected if item.problem}
-        files = [item.layouts for item in inspected if not item.problem]
-        problems |= check_shapes(files, loss, layers)
+        problems |= check_shapes([item.layouts for item in inspected if not item.problem], loss, layers)
+        good = [item.layouts for item in inspected if item.path not in problems]
+        shards, largest = None, 0
+        if good:  # their values are looked at even where other files are bad: all is told at once
+            labels = loss == "softmax_cross_entropy" and good[0]["targets"].width == 1
+            shards = cls(good, labels=labels, classes=0, loss=loss)
+            found = world.all_gather(scan(shards, world.rank, world.size))
+            values, largest = judge(shards, found, layers)
+            problems |= values
         world.agree(lambda: _refuse(problems, len(paths)), "checking the data")
-        labels = loss == "softmax_cross_entropy" and _one_number_a_row(files[0]["targets"])
-        shards = cls(files, labels=labels, classes=0, loss=loss)
-        found = world.all_gather(world.agree(lambda: check_values(shards, world.rank, world.size, layers)))
-        for more, _ in found:
-            for path, text in more.items():
-                problems.setdefault(path, text)
-        world.agree(lambda: _refuse(problems, len(paths)), "checking the data")
-        world.agree(lambda: _visible(files) if world.local_rank == 0 else None, "checking the data")
-        if labels:
-            shards.outputs = layers[-1] if layers else max(largest for _, largest in found) + 1
+        assert shards is not None
+        world.agree(lambda: _visible(good) if world.local_rank == 0 else None, "checking the data")
+        if shards.labels:
+            shards.outputs = layers[-1] if layers else largest + 1
         return shards
 
     def read(self, start: int, stop: int) -> Rows:
@@ -198,8 +199,8 @@ def _shape_problem(file: dict[str, Layout], loss: str, layers: Sequence[int]) ->
         return f"dataset `{inputs.name}` {inputs.shape} has rows without numbers"
     if layers and inputs.width != layers[0]:
         return (
-            f"dataset `{inputs.name}` {inputs.shape} has {inputs.width} numbers a row, but model.layers begins with "
-            f"{layers[0]}; set model.layers to begin with {inputs.width}, or use model.hidden"
+            f"dataset `{inputs.name}` {inputs.shape} has {inputs.width} numbers a row, but the network takes "
+            f"{layers[0]} (first of model.layers, or the width of the training set)"
         )
     for other in (targets, weights):
         if other is not None and other.rows != inputs.rows:
@@ -210,17 +211,13 @@ def _shape_problem(file: dict[str, Layout], loss: str, layers: Sequence[int]) ->
         return ""
     if targets.width == 0:
         return f"dataset `{targets.name}` {targets.shape} has rows without numbers"
-    labels = loss == "softmax_cross_entropy" and _one_number_a_row(targets)
+    labels = loss == "softmax_cross_entropy" and targets.width == 1
     if layers and not labels and targets.width != layers[-1]:
         return (
-            f"dataset `{targets.name}` {targets.shape} has {targets.width} numbers a row, but model.layers ends with "
-            f"{layers[-1]}; set model.layers to end with {targets.width}, or use model.hidden"
+            f"dataset `{targets.name}` {targets.shape} has {targets.width} numbers a row, but the network gives "
+            f"{layers[-1]} (last of model.layers, or the width of the training set)"
         )
     return ""
-
-
-def _one_number_a_row(targets: Layout) -> bool:
-    return targets.width == 1
 
 
 def _common_dtype(files: Sequence[dict[str, Layout]], role: str) -> np.dtype:

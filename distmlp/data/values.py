@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,34 +19,35 @@ if TYPE_CHECKING:
 PIECE_BYTES = 16 << 20
 LARGEST_CLASSES = 1 << 24
 
+Range = tuple[Any, Any]  # smallest and largest finite value, None where there is none
+Found = dict[tuple[str, str], Range | str]  # (path, role) → the range of its values, or why they cannot be read
 
-def check_values(shards: Shards, rank: int, ranks: int, layers: Sequence[int]) -> tuple[dict[str, str], int]:
-    """Path → what is wrong with labels, targets or weights in this rank's share of the rows; the largest label.
 
-    The rows are shared out evenly, whatever the files. A piece that cannot be read is a problem too.
-    """
-    problems: dict[str, str] = {}
-    largest = -1
+def scan(shards: Shards, rank: int, ranks: int) -> Found:
+    """Ranges of labels, probabilities and weights in this rank's share of the rows: even, whatever the files."""
+    roles = ["targets"] if shards.labels or shards.loss == "binary_cross_entropy" else []
+    roles += ["sample_weights"] if shards.weight_dtype is not None else []
+    found: Found = {}
     low, high = shards.rows * rank // ranks, shards.rows * (rank + 1) // ranks
     for number, file in enumerate(shards.files):
         base, end = int(shards.starts[number]), int(shards.starts[number + 1])
         first, last = max(low, base) - base, min(high, end) - base
-        if first >= last:
-            continue
-        try:
-            text, found = "", -1
-            if shards.labels:
-                text, found = _check_labels(file["targets"], first, last, layers)
-            elif shards.loss == "binary_cross_entropy":
-                text = _check_range(file["targets"], first, last, 0.0, 1.0, "targets of binary_cross_entropy")
-            if not text and "sample_weights" in file:
-                text = _check_range(file["sample_weights"], first, last, 0.0, float("inf"), "sample weights")
-            largest = max(largest, found)
-        except DataError as error:
-            text = str(error).removeprefix(f"{file['inputs'].path}, ")
-        if text:
-            problems[file["inputs"].path] = text
-    return problems, largest
+        for role in roles if first < last else ():
+            layout = file[role]
+            try:
+                found[layout.path, role] = _range(layout, first, last)
+            except DataError as error:
+                found[layout.path, role] = str(error).removeprefix(f"{layout.path}, ")
+    return found
+
+
+def _range(layout: Layout, first: int, last: int) -> Range:
+    total: Range = (None, None)
+    for piece in _pieces(layout, first, last):
+        values = piece[np.isfinite(piece)] if piece.dtype.kind == "f" else piece
+        if values.size:
+            total = _wider(total, (values.min().item(), values.max().item()))
+    return total
 
 
 def _pieces(layout: Layout, first: int, last: int) -> Iterator[NDArray]:
@@ -57,30 +59,55 @@ def _pieces(layout: Layout, first: int, last: int) -> Iterator[NDArray]:
         yield piece
 
 
-def _check_labels(layout: Layout, first: int, last: int, layers: Sequence[int]) -> tuple[str, int]:
-    ranges = [(piece.min(), piece.max()) for piece in _pieces(layout, first, last)]
-    smallest, largest = min(low for low, _ in ranges), max(high for _, high in ranges)
-    found = f"dataset `{layout.name}`: class labels from {smallest} to {largest}"
+def _wider(a: Range, b: Range) -> Range:
+    if a[0] is None or b[0] is None:
+        return b if a[0] is None else a
+    return min(a[0], b[0]), max(a[1], b[1])
+
+
+def judge(shards: Shards, parts: Iterable[Found], layers: Sequence[int]) -> tuple[dict[str, str], int]:
+    """Path → what is wrong with its values, out of the findings of all ranks; and the largest class label."""
+    problems: dict[str, str] = {}
+    ranges: dict[tuple[str, str], Range] = {}
+    for part in parts:
+        for key, found in part.items():
+            if isinstance(found, str):
+                problems.setdefault(key[0], found)
+            else:
+                ranges[key] = _wider(ranges.get(key, (None, None)), found)
+    largest = 0
+    layouts = {(path, role): file[role] for path, file in zip(shards.paths, shards.files, strict=True) for role in file}
+    for (path, role), (low, high) in ranges.items():
+        layout = layouts[path, role]
+        if role == "sample_weights":
+            text = _outside(layout, low, high, math.inf, "sample weights must not be below 0")
+        elif shards.labels:
+            text = _labels(layout, low, high, layers)
+            largest = max(largest, high if high is not None and not text else 0)
+        else:
+            text = _outside(layout, low, high, 1.0, "targets of binary_cross_entropy must be between 0 and 1")
+        if text:
+            problems.setdefault(path, text)
+    return problems, largest
+
+
+def _labels(layout: Layout, low: Any, high: Any, layers: Sequence[int]) -> str:
+    shown = "without a finite value" if low is None else f"from {low} to {high}"
+    found = f"dataset `{layout.name}`: class labels {shown}"
     if layout.dtype.kind == "f":
         return (
-            f"{found} stored as {layout.dtype}; expected integers 0 to C - 1: store them as an integer type, or choose "
-            "another loss for numbers"
-        ), -1
+            f"{found} stored as {layout.native}; expected integers 0 to C - 1: store them as an integer type "
+            "(`distmlp data convert --labels`), or choose another loss for numbers"
+        )
     classes = layers[-1] if layers else LARGEST_CLASSES
-    if smallest < 0 or largest >= classes:
-        expected = f"0 to {classes - 1}, as model.layers ends with {classes}" if layers else "0 to C - 1"
-        hint = "; labels that begin with 1 must be shifted" if smallest == 1 and largest == classes else ""
-        return f"{found}; expected {expected}{hint}", -1
-    return "", int(largest)
+    if low >= 0 and high < classes:
+        return ""
+    expected = f"0 to {classes - 1} for the {classes} outputs of the network" if layers else "0 to C - 1"
+    hint = "; labels that begin with 1 must be shifted" if low == 1 and high == classes else ""
+    return f"{found}; expected {expected}{hint}"
 
 
-def _check_range(layout: Layout, first: int, last: int, low: float, high: float, what: str) -> str:
-    smallest, largest = np.inf, -np.inf
-    for piece in _pieces(layout, first, last):
-        finite = piece[np.isfinite(piece)] if piece.dtype.kind == "f" else piece
-        if finite.size:
-            smallest, largest = min(smallest, finite.min()), max(largest, finite.max())
-    if smallest < low or largest > high:
-        limit = f"between {low:g} and {high:g}" if np.isfinite(high) else f"not below {low:g}"
-        return f"dataset `{layout.name}`: values from {smallest:g} to {largest:g}; {what} must be {limit}"
-    return ""
+def _outside(layout: Layout, low: Any, high: Any, limit: float, rule: str) -> str:
+    if low is None or (low >= 0 and high <= limit):
+        return ""
+    return f"dataset `{layout.name}`: values from {low:g} to {high:g}; {rule}"

@@ -19,7 +19,7 @@ from mutations import mutate
 
 from distmlp.data.inspection import Inspected, inspect_files
 from distmlp.data.shards import Rows, Shards, check_shapes
-from distmlp.data.values import check_values
+from distmlp.data.values import judge, scan
 from distmlp.errors import DataError
 
 GROUP = 20
@@ -75,7 +75,7 @@ def use(item: Inspected) -> Rows:
     if problems:
         raise DataError(str(problems))
     shards = Shards(files, labels=True, classes=0, loss="softmax_cross_entropy")
-    problems, _ = check_values(shards, 0, 1, ())
+    problems, _ = judge(shards, [scan(shards, 0, 1)], ())
     if problems:
         raise DataError(str(problems))
     return shards.read(0, shards.rows)
@@ -86,7 +86,7 @@ def fingerprint(rows: Rows) -> int:
 
 
 def differs(path: Path, rows: Rows, expected: int) -> str | None:
-    """Compare with the original, else with what the HDF5 library reads from the damaged file, in a process of its own."""
+    """Compare with the original, else with what HDF5 reads from the damaged file, in a process of its own."""
     if fingerprint(rows) == expected:
         return None
     theirs = os.fork()
@@ -108,7 +108,7 @@ def differs(path: Path, rows: Rows, expected: int) -> str | None:
         os._exit(code)
     _, status = os.waitpid(theirs, 0)
     code = os.waitstatus_to_exitcode(status)
-    return {0: None, 1: "other values than HDF5 reads", 2: None}.get(code, None)
+    return "other values than HDF5 reads" if code == 1 else None
 
 
 def resident(field: str) -> int:

@@ -8,6 +8,7 @@ import h5py
 import numpy as np
 
 ROWS, FEATURES = 300, 12
+MARKS = (b"TREE", b"SNOD", b"HEAP", b"OHDR", b"FADB", b"FAHD", b"EAHD", b"EAIB", b"BTHD", b"BTLF")
 
 
 def originals(folder: Path) -> list[Path]:
@@ -52,8 +53,7 @@ def mutate(original: bytes, number: int) -> bytes:
     elif kind == 2:  # a field of the superblock or of the first headers
         _overwrite(data, int(rng.integers(8, 256)), rng)
     elif kind == 3:  # a field of any structure: they all stand in the first kilobytes or behind the data
-        places = [at for mark in (b"TREE", b"SNOD", b"HEAP", b"OHDR", b"FADB", b"FAHD", b"EAHD", b"EAIB", b"BTHD", b"BTLF")
-                  for at in _occurrences(data, mark)]  # fmt: skip
+        places = [at for mark in MARKS for at in _occurrences(data, mark)]
         place = int(rng.choice(places)) if places else 0
         _overwrite(data, place + int(rng.integers(4, 200)), rng)
     elif kind == 4:  # a field of an old object header: versions and counts
