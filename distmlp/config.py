@@ -56,6 +56,14 @@ class Interval:
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _tuples(cls, data: Any) -> Any:
+        """Lists as tuples, which alone are immutable."""
+        if not isinstance(data, dict):
+            return data
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+
 
 class ModelConfig(_Section):
     """The network and its loss."""
@@ -259,7 +267,7 @@ class RunConfig(_Section):
     def parse(cls, document: dict[str, Any], source: str = "") -> RunConfig:
         """Check a nested dictionary. Raises ConfigError naming every bad key, its value and its nearest known key."""
         try:
-            return cls.model_validate(_tuples(document))
+            return cls.model_validate(document)
         except ValidationError as error:
             lines = "\n".join(f"  {line}" for line in explain(error, sections()))
             raise ConfigError(f"{' '.join(('configuration', source)).strip()}:\n{lines}") from None
@@ -307,12 +315,3 @@ def _leaves(document: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for section, keys in document.items():
         for key, value in keys.items():
             yield f"{section}.{key}", value
-
-
-def _tuples(value: Any) -> Any:
-    """TOML's lists as tuples and whole numbers as floats where strict pydantic wants them."""
-    if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return tuple(_tuples(item) for item in value)
-    return value

@@ -112,7 +112,7 @@ def test_missing_and_misshapen_sections(bad):
 def test_the_constructor_checks_too():
     with pytest.raises(ValidationError):
         RunConfig(model={"layers": [1, 2]}, data={"train": "x", "batch": 0})
-    assert RunConfig(model={"hidden": (64,)}, data={"train": "x"}).model.hidden == (64,)
+    assert RunConfig(model={"hidden": [64]}, data={"train": ["x"]}).model.hidden == (64,)
 
 
 @pytest.mark.parametrize(
