@@ -10,16 +10,23 @@ from distmlp.order import Order
 
 
 class MemoryFeed:
-    """What `data.feed.Feed` is to a run, over arrays in memory: one process, all streams."""
+    """What `data.feed.Feed` is to a run, over arrays in memory: one process, all streams.
+
+    The order of an epoch is computed at once: 8 bytes a row.
+    """
 
     wait_seconds = 0.0
 
     def __init__(self, rows: Rows, order: Order) -> None:
         self._rows, self.order, self.streams = rows, order, range(order.streams)
+        self._epoch, self._places = -1, np.empty(0, np.int64)
 
     def batch(self, epoch: int, number: int) -> Rows:
         """The rows of a batch, in the order of `Order`."""
-        return take(self._rows, self.order.batch_rows(epoch, number, self.streams))
+        if epoch != self._epoch:
+            self._epoch, self._places = epoch, self.order.rows_at(epoch, np.arange(self.order.rows))
+        first = number * self.order.batch
+        return take(self._rows, self._places[first : first + self.order.batch])
 
     def resident(self) -> Rows:
         """All rows, as they lie."""
