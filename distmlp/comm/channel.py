@@ -82,7 +82,7 @@ class Hub:
 
     def receive(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """(rank, message) of all that came since the last call."""
-        self._admit()
+        yield from self._admit()
         for rank, link in self._links.items():
             for message in link.receive():
                 yield rank, message
@@ -100,17 +100,22 @@ class Hub:
             link.close()
         self._server.close()
 
-    def _admit(self) -> None:
+    def _admit(self) -> Iterator[tuple[int, dict[str, Any]]]:
         with suppress(OSError):
             while True:
                 self._strangers.append(Connection(self._server.accept()[0]))
         for stranger in list(self._strangers):
-            for message in stranger.receive()[:1]:
-                self._strangers.remove(stranger)
-                if hmac.compare_digest(str(message.get("token")), self.offer.token):
-                    self._links[int(message["rank"])] = stranger
-                else:
-                    stranger.close()
+            if not (messages := stranger.receive()):
+                continue
+            first, *later = messages
+            self._strangers.remove(stranger)
+            if not hmac.compare_digest(str(first.get("token")), self.offer.token):
+                stranger.close()
+                continue
+            rank = int(first["rank"])
+            self._links[rank] = stranger
+            for message in later:
+                yield rank, message
 
 
 def connect(offer: Offer, rank: int) -> Connection | None:

@@ -60,7 +60,7 @@ def verdict(
         place = f", in {pulse.where}" if pulse.where else ""
         return _blame(stuck, hosts, f"has not moved for {pulse.idle:.0f} s{place}"), stuck
     waits = [heard.pulse for heard in ranks.values() if heard.pulse.waiting]
-    if len(waits) == len(ranks) and all(pulse.waited > 2 * timeout for pulse in waits):
+    if waits and len(waits) == len(ranks) and all(pulse.waited > 2 * timeout for pulse in waits):
         places = "; ".join(sorted({f"{pulse.waiting} from {pulse.where}" for pulse in waits}))
         return f"all {len(ranks)} ranks have waited for each other for {waits[0].waited:.0f} s ({places})", []
     return None
@@ -165,7 +165,7 @@ class Watchdog:
         return self._stop is not None and self._stop.name == "SIGINT"
 
     def _end(self, message: str, blamed: Sequence[int]) -> None:
-        """Tell why and end every process of the job, the blamed ones by SIGKILL where they can be reached."""
+        """Tell why and end every process of the job."""
         if self._world.rank > 0:  # all judge rank 0 at the same time: the first of them speaks and ends the others
             time.sleep(min(self._world.rank - 1, 10) * self._interval)
         interrupted = self._interrupted() or any(heard.pulse.interrupted for heard in self._ranks.values())
@@ -174,11 +174,16 @@ class Watchdog:
             print(f"distmlp: {word}: {message}. The job ends; checkpoints are intact.", file=sys.stderr, flush=True)
         if self._hub is not None:
             self._hub.broadcast({"code": code})
+        # MPI_Abort gives the launcher our exit code, but may have to wait for the working thread to leave MPI.
+        threading.Timer(1, self._force, (blamed, code)).start()
+        if self._world.thread_multiple:
+            self._world.abort(code)
+
+    def _force(self, blamed: Sequence[int], code: int) -> None:
+        """Without MPI: kill what stands still on this host, and go; the launcher sees that."""
         for rank in blamed:
             place, pid = self._processes[rank]
             if place == self._world.place and rank != self._world.rank:
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-        # MPI_Abort gives the launcher our exit code, but may have to wait for the working thread to leave MPI.
-        threading.Timer(2, os._exit, (code,)).start()
-        self._world.abort(code)
+        os._exit(code)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -117,14 +116,17 @@ class World:
         return exchange_faults(self._communicator, fault, seconds) if self.size > 1 else [fault]
 
     @property
-    def _thread_multiple(self) -> bool:
+    def thread_multiple(self) -> bool:
+        """Whether threads beside the main one may call MPI; without MPI there is nothing to forbid it."""
+        if self._communicator is None:
+            return True
         from mpi4py import MPI
 
         return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def abort(self, code: int) -> NoReturn:
-        """End every process of the job with exit code `code`. From any thread."""
-        if self.size > 1 and (threading.current_thread() is threading.main_thread() or self._thread_multiple):
+        """End every process of the job with exit code `code`; from the main thread, or if `thread_multiple`."""
+        if self.size > 1:
             from mpi4py import MPI
 
             with suppress(OSError):
