@@ -52,9 +52,9 @@ ENGINE = _structure(
         "layers", "gradient_tasks", "gradient_tiles", "raw_type", "stop_on_nonfinite", "needs_norm", "deferred",
     )),
     *((name, "f4") for name in (
-        "clip_norm", "huber_delta", "weight_decay", "momentum", "rho", "epsilon", "ema_decay",
+        "clip_norm", "huber_delta", "weight_decay", "momentum", "epsilon", "ema_decay",
     )),
-    ("beta1", "f8"), ("beta2", "f8"),
+    ("beta1", "f8"), ("beta2", "f8"), ("rho", "f8"),
     ("layer", LAYER, MAX_LAYERS),
 )  # fmt: skip
 

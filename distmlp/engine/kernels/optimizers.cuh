@@ -8,6 +8,7 @@ struct Hyper {
     float scale;           // gradient sums are multiplied by this: 1 / sum of weights, and clipping
     float weight_decay;
     float momentum, beta1, beta2, rho, epsilon;
+    float rest1, rest2, rest_rho;  // 1 - beta1 and so on: in float32 the difference would lose five digits
     float correction1;     // 1 / (1 - beta1^step)
     float correction2;     // 1 / sqrt(1 - beta2^step)
     float ema_decay;
@@ -18,8 +19,8 @@ __device__ __forceinline__ constexpr bool has_second_slot() { return OPTIMIZER =
 
 // The Adam direction m^ / (sqrt(v^) + eps); updates both moments.
 __device__ __forceinline__ float adam_direction(const Hyper& h, float g, float& first, float& second) {
-    first = h.beta1 * first + (1.f - h.beta1) * g;
-    second = h.beta2 * second + (1.f - h.beta2) * g * g;
+    first = h.beta1 * first + h.rest1 * g;
+    second = h.beta2 * second + h.rest2 * g * g;
     return h.correction1 * first / (sqrtf(second) * h.correction2 + h.epsilon);
 }
 
@@ -44,7 +45,7 @@ __device__ __forceinline__ float update_rule(const Hyper& h, float p, float sum,
             first = h.momentum * first + g;
             return p - h.rate * (g + h.momentum * first);
         case RMSPROP:
-            second = h.rho * second + (1.f - h.rho) * g * g;
+            second = h.rho * second + h.rest_rho * g * g;
             return p - h.rate * g / (sqrtf(second) + h.epsilon);
     }
     return p - h.rate * adam_direction(h, g, first, second);

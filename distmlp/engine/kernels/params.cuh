@@ -90,8 +90,8 @@ struct Engine {
     int needs_norm;   // clipping: the norm of the whole gradient comes before any update
     int deferred;     // other ranks: gradients are reduced between launches, the update begins the next one
     float clip_norm, huber_delta;
-    float weight_decay, momentum, rho, epsilon, ema_decay;
-    double beta1, beta2;
+    float weight_decay, momentum, epsilon, ema_decay;
+    double beta1, beta2, rho;
     Layer layer[MAX_LAYERS];
 };
 

@@ -17,7 +17,10 @@ __device__ __forceinline__ void set_hyper(Hyper& h, float rate, float scale, u64
     h.momentum = ENGINE.momentum;
     h.beta1 = (float)ENGINE.beta1;
     h.beta2 = (float)ENGINE.beta2;
-    h.rho = ENGINE.rho;
+    h.rho = (float)ENGINE.rho;
+    h.rest1 = (float)(1. - ENGINE.beta1);
+    h.rest2 = (float)(1. - ENGINE.beta2);
+    h.rest_rho = (float)(1. - ENGINE.rho);
     h.epsilon = ENGINE.epsilon;
     h.ema_decay = ENGINE.ema_decay;
     if (OPTIMIZER >= ADAM) set_corrections(h, ENGINE.beta1, ENGINE.beta2, step);
