@@ -66,7 +66,7 @@ class Run:
         self.validated_at = -1
         self.saved_at = -1
         self.saved_time = self.validated_time = self.began
-        self.state = job.start.state  # as last seen on the host
+        self.state = job.engine.state(job.start.state)  # as last seen on the host; takes the memory for snapshots now
         job.check_replicas(self.state)
 
     def to_the_end(self) -> Summary:
