@@ -101,6 +101,7 @@ def open_job(
             stack.callback(events.close)
         timeline = Timeline.of(config.run, order.batches_per_epoch)
         _introduce(reporter, config, network, shards, world, engine, reason, output)
+        reporter.exchange()
         yield Job(
             config, world, network, shards, validation, feed, engine, timeline, start, output,
             store, reporter, events,
