@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import h5py
 import numpy as np
 
+from distmlp.output import versions
 from distmlp.store import newest
 from tests.launching import run_distmlp
 
@@ -60,3 +62,11 @@ def newest_step(output: Path) -> int:
     found = newest(output / "checkpoints")
     assert found is None or found.rejected == []
     return found.checkpoint.step if found else 0
+
+
+def record(name: str, **facts: object) -> None:
+    """Keep the outcome of a long suite in `results/`, for the repository."""
+    path = Path(__file__).parent / "results" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    entry = {"date": time.strftime("%Y-%m-%d"), **facts, "versions": versions()}
+    path.write_text(json.dumps(entry, indent=2) + "\n")
