@@ -9,7 +9,7 @@
 
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=${DISTMLP_VENV:-$project/.venv}
-setup_log=$(mktemp "${TMPDIR:-/tmp}/distmlp-setup.XXXXXX")
+last_output=   # of the last command run by `quietly`
 unset PYTHONHOME PYTHONPATH   # other programs' modules would hide what is installed in the environment
 
 say() { printf '%s\n' "$*"; }
@@ -19,12 +19,12 @@ fail() {
   exit 1
 }
 
-# quietly COMMAND…: output goes to a log that is shown when the command fails.
+# quietly COMMAND…: shows what it printed only when it fails.
 quietly() {
-  if ! "$@" >"$setup_log" 2>&1 </dev/null; then
-    tail -n 25 "$setup_log" >&2
+  last_output=$("$@" 2>&1 </dev/null) || {
+    tail -n 25 <<<"$last_output" >&2
     return 1
-  fi
+  }
 }
 
 can_apt() { [[ $(id -u) -eq 0 ]] && command -v apt-get >/dev/null; }
@@ -88,9 +88,9 @@ install() {
 _installed() { sed -n 2p "$venv/.distmlp" | grep -qw -- "$1"; }
 
 _mpi_works() {
-  command -v mpirun >/dev/null &&
-    timeout 60 mpirun -n 2 python -c 'from mpi4py import MPI; raise SystemExit(MPI.COMM_WORLD.size != 2)' \
-      >"$setup_log" 2>&1 </dev/null
+  command -v mpirun >/dev/null || { last_output="no mpirun on PATH" && return 1; }
+  last_output=$(timeout 60 mpirun -n 2 python -c \
+    'from mpi4py import MPI; raise SystemExit(MPI.COMM_WORLD.size != 2)' 2>&1 </dev/null)
 }
 
 # choose_mpi: afterwards `mpirun -n N` starts N ranks on this machine, as any user, however few cores there are.
@@ -106,7 +106,7 @@ choose_mpi() {
     *) fail "DISTMLP_MPI=$DISTMLP_MPI: expected auto, system, mpich, openmpi or impi" ;;
   esac
   _mpi_works || {
-    tail -n 25 "$setup_log" >&2
+    tail -n 25 <<<"$last_output" >&2
     fail "mpirun on PATH ($(command -v mpirun)) does not start 2 ranks of one job with mpi4py's MPI library" \
       "($(python -m mpi4py --mpi-library 2>/dev/null)): use launcher and library of one make, or DISTMLP_MPI=mpich $0"
   }

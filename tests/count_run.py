@@ -13,7 +13,9 @@ import xml.etree.ElementTree as ElementTree
 def count_run(report: str, part: str = "") -> tuple[int, int]:
     """(run, skipped) among the tests whose `module.name` contains `part`."""
     cases = [
-        case for case in ElementTree.parse(report).iter("testcase") if part in f"{case.get('classname')}.{case.get('name')}"
+        case
+        for case in ElementTree.parse(report).iter("testcase")
+        if part in f"{case.get('classname')}.{case.get('name')}"
     ]
     skipped = sum(case.find("skipped") is not None for case in cases)
     return len(cases) - skipped, skipped

@@ -70,10 +70,13 @@ def test_every_task_of_an_array_goes_its_own_way(site: Site) -> None:
     assert first["weights_sha256"] != second["weights_sha256"]
 
 
-def test_signal_through_mpirun_saves_and_requeues(site: Site) -> None:
-    job = site.submit("run.toml", *LONG, launcher="mpirun")
+@pytest.mark.parametrize(
+    ("launcher", "to"), [("mpirun", "--batch"), ("pmi2", "")], ids=["batch-shell-mpirun", "tasks-srun"]
+)
+def test_signal_saves_and_requeues(site: Site, launcher: str, to: str) -> None:
+    job = site.submit("run.toml", *LONG, launcher=launcher)
     site.wait_for_steps(10)
-    site.cluster.run(["scancel", "--batch", "--signal=USR1", job])
+    site.cluster.run(["scancel", *filter(None, [to]), "--signal=USR1", job])
     ended = site.cluster.wait(job, 90)
     assert (ended.state, ended.restarts) == ("COMPLETED", 1), site.log()
     assert site.summary()["steps"] == 1000

@@ -1,0 +1,80 @@
+"""What holds for the project as a whole: its layout, its one version, and what its files may not name."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from launching import PROJECT
+
+import distmlp
+
+TOP_LEVEL = {
+    "CHANGELOG.md", "LICENSE", "README.md", "datasets", "distmlp", "launch", "pyproject.toml", "slurm", "tests",
+}  # fmt: skip
+MOST_LINES = 400
+# Paths of a particular machine, and hosts that a clone elsewhere may not reach or should not need.
+FOREIGN = re.compile(r"/work/|/farm/|/root/|/home/\w|\bpypi\.org|pythonhosted|deb\.debian|npmjs", re.IGNORECASE)
+
+
+def tracked() -> list[Path]:
+    """Every file of the project, as git knows it."""
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=PROJECT, capture_output=True, text=True)
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [path for name in listing.stdout.split("\0") if name and (path := PROJECT / name).is_file()]
+
+
+def test_top_level_holds_only_what_was_asked_for() -> None:
+    names = {path.relative_to(PROJECT).parts[0] for path in tracked()}
+    assert {name for name in names if not name.startswith(".")} == TOP_LEVEL
+
+
+def test_source_files_are_short() -> None:
+    lengths = {
+        path.relative_to(PROJECT).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
+        for path in tracked()
+        if path.suffix in {".py", ".cu", ".cuh"} and "distmlp" in path.relative_to(PROJECT).parts[:1]
+    }
+    assert lengths
+    assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
+
+
+def test_no_file_names_a_machine_or_a_registry() -> None:
+    found = []
+    for path in tracked():
+        if path == Path(__file__) or path.stat().st_size > 400_000:
+            continue
+        lines = path.read_text(encoding="utf-8", errors="ignore").splitlines()
+        found += [f"{path.relative_to(PROJECT)}:{n}" for n, line in enumerate(lines, 1) if FOREIGN.search(line)]
+    assert found == []
+
+
+def test_version_stands_in_one_place() -> None:
+    configuration = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'dynamic = ["version"]' in configuration
+    assert re.search(r"^version\s*=", configuration, re.MULTILINE) is None
+    changelog = (PROJECT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(r"^## (\S+)", changelog, re.MULTILINE)[1] == distmlp.__version__  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ["launch/quickstart", "launch/test"])
+def test_commands_can_be_run(name: str) -> None:
+    assert os.access(PROJECT / name, os.X_OK)
+
+
+@pytest.mark.parametrize("name", ["launch/setup.sh", "launch/quickstart", "launch/test", ".ci/run"])
+def test_scripts_are_valid_bash(name: str) -> None:
+    subprocess.run(["bash", "-n", str(PROJECT / name)], check=True)
+
+
+def test_quickstart_says_what_it_takes() -> None:
+    result = subprocess.run([PROJECT / "launch" / "quickstart", "--help"], capture_output=True, text=True, cwd="/")
+    assert result.returncode == 0
+    assert "--fresh" in result.stdout
+    wrong = subprocess.run([PROJECT / "launch" / "quickstart", "--nonsense"], capture_output=True, text=True, cwd="/")
+    assert wrong.returncode != 0
+    assert "--nonsense" in wrong.stderr
