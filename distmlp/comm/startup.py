@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from distmlp.comm.hints import Launch, how_to_launch, rank_hint
@@ -26,7 +28,7 @@ def start_mpi(launch: Launch | None) -> tuple[Any, str]:
     Raises SystemUnfitError where the library cannot be loaded, or does not join the job that `launch` describes.
     """
     mpi = _load(launch)
-    library = " ".join(mpi.Get_library_version().split())[:120]
+    library = " ".join(mpi.Get_library_version().rstrip("\0").split())[:120]
     make = library_make(library)
     if not mpi.Is_initialized():
         if launch is not None and (reason := unwired(launch, make)):
@@ -44,6 +46,16 @@ def library_make(library: str) -> str:
     """The make of an MPI library from its version string."""
     marks = {"Open MPI": "open mpi", "Intel MPI": "intel", "MVAPICH": "mvapich", "Cray MPICH": "cray"}
     return next((make for make, mark in marks.items() if mark in library.lower()), "MPICH")
+
+
+def library_file() -> str | None:
+    """The file of the MPI library that this process has loaded, None where that cannot be told."""
+    with suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            path = line.split(maxsplit=5)[-1]
+            if re.match(r"libmpi(_\w+)?\.so", os.path.basename(path)):
+                return path
+    return None
 
 
 def unwired(launch: Launch, make: str) -> str:
