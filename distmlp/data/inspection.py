@@ -135,6 +135,9 @@ def _probe(paths: Sequence[str], datasets: dict[str, str]) -> Iterator[Inspected
                     break
                 yield result
                 answered += 1
+    except BaseException:  # an interrupt: nobody will read the rest
+        os.kill(child, signal.SIGKILL)
+        raise
     finally:
         _, status = os.waitpid(child, 0)
     if answered < len(paths) and started:
@@ -160,11 +163,12 @@ def _result(path: str, line: bytes, answers: BinaryIO) -> Inspected | None:
         return Inspected(path, {}, answer["refused"])
     layouts = {}
     for position, (role, facts) in enumerate(answer["datasets"].items()):
-        layouts[role] = _layout(path, facts, payload[4 * position : 4 * position + 4])
+        layouts[role] = to_layout(path, facts, payload[4 * position : 4 * position + 4])
     return Inspected(path, layouts, contents=tuple(answer.get("contents", ())))
 
 
-def _layout(path: str, facts: dict[str, Any], parts: list[bytes]) -> Layout:
+def to_layout(path: str, facts: dict[str, Any], parts: list[bytes]) -> Layout:
+    """A layout out of what the probe answers: facts, and fill value, inline data, chunk table, checksums."""
     fill, inline, chunks, checksums = parts
     return Layout(
         path=path,

@@ -227,7 +227,8 @@ def _filters(plist: Any, name: str) -> list[Any]:
 
 def _contiguous(dataset: h5py.Dataset, name: str, logical: int, file_bytes: int) -> int:
     offset = dataset.id.get_offset()
-    if offset is None:
+    # The status, not the offset: behind a user block that of an unwritten dataset is a number like any other.
+    if offset is None or dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED:
         return -1
     if offset < 0 or offset + logical > file_bytes:
         raise Refused(

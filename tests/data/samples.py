@@ -12,6 +12,9 @@ from engine.fakes import FakeJob, FakeWorld, run_ranks
 
 from distmlp.comm.faults import merge_faults
 from distmlp.config import DataConfig
+from distmlp.data.inspection import to_layout
+from distmlp.data.layout import Layout
+from distmlp.data.probe import probe
 from distmlp.data.shards import Shards
 from distmlp.errors import DistmlpError
 
@@ -89,3 +92,9 @@ def write_ids(folder: Path, sizes: tuple[int, ...], features: int = 3, **options
         write_shard(folder / f"part-{number:02}.h5", inputs[rows], inputs[rows, :1], **options)
         start += size
     return inputs
+
+
+def layout_of(path: Path, name: str = "inputs") -> Layout:
+    """The layout of one dataset, looked up in this process: for files that are known to be good."""
+    answer, payload = probe(str(path), {"inputs": name})
+    return to_layout(str(path), answer["datasets"]["inputs"], payload)

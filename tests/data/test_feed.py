@@ -1,0 +1,280 @@
+"""The feed: exactly the rows of the sample order on every rank, from memory and from the files, whatever happens."""
+
+import hashlib
+import threading
+
+import h5py
+import numpy as np
+import pytest
+from data.samples import alone, at, open_shards, write_ids, write_shard
+from data.test_reader import damage_chunk
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distmlp.data import feed as feed_module
+from distmlp.data import streaming
+from distmlp.data.feed import Feed
+from distmlp.data.lanes import Lanes
+from distmlp.data.streaming import Singles, Windows, runs
+from distmlp.errors import ConfigError, DataError, SystemUnfitError
+from distmlp.order import Order, owned_streams
+
+ROWS = (700, 1, 1299, 61)
+
+
+@pytest.fixture(scope="module")
+def ids(tmp_path_factory):
+    """Shards whose inputs tell the row, in several files; their inputs."""
+    folder = tmp_path_factory.mktemp("ids")
+    return open_shards_of(folder), folder
+
+
+def open_shards_of(folder):
+    write_ids(folder, ROWS)
+    return open_shards(folder)
+
+
+def feeds(shards, order, ranks, how):
+    """The feeds of all ranks, made to hold rows in memory, to stream windows, or to stream single batches."""
+    made = [Feed(shards, order, at(rank, ranks), "host" if how == "host" else "stream", 2) for rank in range(ranks)]
+    if how == "single":
+        for feed in made:
+            feed._free_bytes = 1
+    return made
+
+
+@pytest.mark.parametrize("how", ["host", "window", "single"])
+@pytest.mark.parametrize(("streams", "batch", "shuffle", "ranks"), [
+    (16, 256, True, 1), (16, 256, True, 3), (7, 100, False, 7), (5, 1999, True, 4), (6, 3, True, 2), (9, 99999, True, 2),
+])  # fmt: skip
+def test_every_rank_gets_its_rows_of_every_batch_in_order(ids, how, streams, batch, shuffle, ranks):
+    order = Order(ids[0].rows, streams, batch, 3, shuffle)
+    made = feeds(ids[0], order, ranks, how)
+    numbers = range(order.batches_per_epoch) if batch > 50 else [0, 1, 2, 3, 400, 401, order.batches_per_epoch - 1]
+    for epoch in (0, 1):
+        for number in numbers:
+            for feed in made:
+                rows = feed.batch(epoch, number)
+                expected = order.batch_rows(epoch, number, feed.streams)
+                assert rows.inputs[:, 0].tolist() == expected.tolist()
+                assert rows.targets[:, 0].tolist() == expected.tolist()
+    for feed in made:
+        feed.close()
+
+
+@pytest.mark.parametrize("how", ["host", "window", "single"])
+def test_windows_longer_than_one(ids, how, monkeypatch):
+    """Short windows, so that an epoch has several and a batch lies over two."""
+    for module in (streaming,):
+        monkeypatch.setattr(module, "WINDOW_ROWS", 64)
+    order = Order(ids[0].rows, 4, 150, 9, True)
+    for feed in feeds(ids[0], order, 3, how):
+        for epoch, number in [(e, n) for e in (4, 5) for n in range(order.batches_per_epoch)] + [
+            (0, 3),
+            (0, 2),
+            (9, 0),
+        ]:
+            got = feed.batch(epoch, number).inputs[:, 0]
+            assert got.tolist() == order.batch_rows(epoch, number, feed.streams).tolist()
+        feed.close()
+
+
+@pytest.mark.parametrize("how", ["host", "window", "single"])
+def test_resuming_in_the_middle_of_an_epoch(ids, how):
+    """Step 7 of epoch 2 comes next after a restart at another rank count: no row twice, none left out."""
+    order = Order(ids[0].rows, 8, 256, 5, True)
+    seen: list[float] = []
+    for ranks, numbers in ((2, range(7)), (3, range(7, order.batches_per_epoch))):
+        made = feeds(ids[0], order, ranks, how)
+        for number in numbers:
+            parts = [feed.batch(2, number).inputs[:, 0].tolist() for feed in made]
+            assert sorted(sum(parts, [])) == sorted(order.batch_rows(2, number, range(8)).tolist())
+            seen += sum(parts, [])
+        for feed in made:
+            feed.close()
+    assert sorted(seen) == list(range(ids[0].rows))
+
+
+@pytest.mark.parametrize(("rows", "batch", "ranks"), [((145,), 16, 3), ((100, 1), 16, 2), ((20, 30, 1, 40, 9), 16, 3)])
+def test_unequal_data_gives_every_rank_the_same_number_of_batches(tmp_path, rows, batch, ranks):
+    write_ids(tmp_path, rows)
+    shards = open_shards(tmp_path)
+    order = Order(shards.rows, max(4, ranks), batch, 1, True)
+    for epoch in range(3):
+        seen = []
+        for number in range(order.batches_per_epoch):
+            sizes = []
+            for feed in feeds(shards, order, ranks, "host"):
+                got = feed.batch(epoch, number).inputs[:, 0].tolist()
+                sizes.append(len(got))
+                seen += got
+            assert sum(sizes) == order.batch_size(number)
+        assert sorted(seen) == list(range(shards.rows))
+
+
+def test_more_ranks_than_rows_in_a_batch(ids):
+    order = Order(ids[0].rows, 8, 2, 0, True)
+    sizes = [len(feed.batch(0, 1)) for feed in feeds(ids[0], order, 8, "host")]
+    assert sizes == [0, 0, 1, 1, 0, 0, 0, 0]
+    assert feeds(ids[0], order, 8, "window")[0].blame(0, 1) is None
+
+
+def hash_of_epochs(feed, order, epochs):
+    digest = hashlib.sha256()
+    for epoch in range(epochs):
+        for number in range(order.batches_per_epoch):
+            for part in feed.batch(epoch, number).parts:
+                digest.update(np.ascontiguousarray(part))
+    feed.close()
+    return digest.hexdigest()
+
+
+def test_any_number_of_readers_while_hdf5_is_written(tmp_path, tmp_path_factory):
+    """20 epochs with 1, 2 and 8 reader threads, chunked and contiguous files, checkpoints saved all the while."""
+    write_ids(tmp_path, (500, 300), chunks=(64, 2), compression="lzf", shuffle=True)
+    write_ids(tmp_path_factory.mktemp("x"), (1,))
+    write_shard(tmp_path / "part-02.h5", np.ones((77, 3), "f4"), np.ones((77, 1), "f4"))
+    shards, stop, saved = open_shards(tmp_path), threading.Event(), []
+
+    def save():
+        while not stop.is_set():
+            with h5py.File(tmp_path / "checkpoint.h5.tmp", "w") as file:
+                file.create_dataset("weights", data=np.ones((50, 50)), chunks=(10, 10), compression="gzip")
+            saved.append(1)
+
+    writer = threading.Thread(target=save)
+    writer.start()
+    try:
+        order = Order(shards.rows, 4, 100, 1, True)
+        made = [Feed(shards, order, alone(), "stream", readers) for readers in (1, 2, 8)]
+        hashes = {hash_of_epochs(feed, order, 20) for feed in made}
+        hashes.add(hash_of_epochs(Feed(shards, order, alone(), "host"), order, 20))
+    finally:
+        stop.set()
+        writer.join()
+    assert len(hashes) == 1
+    assert len(saved) > 3
+
+
+@pytest.mark.parametrize("how", ["host", "window", "single"])
+def test_damage_in_mid_training_names_file_and_rows(tmp_path, how):
+    write_ids(tmp_path, (300, 300), chunks=(50, 3), compression="gzip")
+    shards = open_shards(tmp_path)
+    damage_chunk(tmp_path / "part-01.h5", 120)
+    order = Order(600, 2, 60, 0, True)
+    feed = feeds(shards, order, 1, how)[0]
+    with pytest.raises(DataError, match=r"part-01\.h5, dataset `inputs`, rows 100 to 149: the chunk is damaged"):
+        for number in range(order.batches_per_epoch):
+            feed.batch(0, number)
+    feed.close()
+    healthy = feeds(shards, order, 2, how)[0]  # the other rank's rows
+    assert sum(len(healthy.batch(0, number)) for number in range(order.batches_per_epoch)) == 300
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (np.nan, "NaN or infinite"), (-np.inf, "NaN or infinite"), (1e300, "NaN or infinite"), (1e38, "values beyond 1e\\+18"),
+])  # fmt: skip
+@pytest.mark.parametrize("role", ["inputs", "targets", "sample weights"])
+def test_a_row_that_is_not_a_number_is_blamed(tmp_path, value, text, role):
+    rows = {"inputs": np.ones((200, 2)), "targets": np.ones((200, 1)), "sample weights": np.ones(200)}
+    shards = open_with(tmp_path, rows)
+    order = Order(200, 4, 50, 0, True)
+    assert Feed(shards, order, alone()).blame(0, 0) is None
+    rows[role][137] = value
+    if role == "sample weights" and value < 0:
+        value = rows[role][137] = np.inf
+    shards = open_with(tmp_path, rows)
+    number = next(n for n in range(4) if 137 in order.batch_rows(0, n, range(4)))
+    told = Feed(shards, order, alone(), "stream").blame(0, number)
+    assert told is not None
+    assert told.startswith(f"{tmp_path}/a.h5 row 137: {role} hold ")
+    assert text.replace("\\", "") in told
+    assert Feed(shards, order, alone()).blame(0, (number + 1) % 4) is None
+
+
+def open_with(folder, rows):
+    with h5py.File(folder / "a.h5", "w") as file:
+        for name, values in rows.items():
+            file[name] = values
+    return open_shards(folder, sample_weights="sample weights")
+
+
+def test_resident_rows_are_in_storage_order(ids):
+    order = Order(ids[0].rows, 5, 10, 0, True)
+    parts = [feed.resident() for feed in feeds(ids[0], order, 3, "window")]
+    assert np.concatenate([part.inputs[:, 0] for part in parts]).tolist() == list(range(ids[0].rows))
+    for rank, feed in enumerate(feeds(ids[0], order, 3, "host")):
+        assert feed.resident_bytes() == sum(part.nbytes for part in feed.resident().parts)
+        feed.batch(0, 0)
+        assert feed.resident().inputs[0, 0] == order.stream_start(owned_streams(5, 3, rank).start)
+
+
+def test_streaming_holds_two_windows_and_no_more(ids, monkeypatch):
+    monkeypatch.setattr(streaming, "WINDOW_ROWS", 64)
+    order = Order(ids[0].rows, 4, 50, 0, True)
+    made = []
+    real = ids[0].empty
+    monkeypatch.setattr(ids[0], "empty", lambda *shape: made.append(shape) or real(*shape))
+    feed = Feed(ids[0], order, alone(), "stream")
+    for number in range(order.batches_per_epoch):
+        feed.batch(0, number)
+    assert [shape for shape in made if len(shape) > 1] == [(64, (4,))] * 2
+    feed.close()
+
+
+def test_where_rows_are_kept(ids, monkeypatch):
+    order = Order(ids[0].rows, 4, 50, 0, True)
+    needed = Feed(ids[0], order, alone()).resident_bytes()
+
+    def free(count):
+        monkeypatch.setattr(feed_module, "available_bytes", lambda: count)
+
+    free(4 * needed)
+    assert Feed(ids[0], order, alone()).residence == "host"
+    assert Feed(ids[0], order, alone(), "stream").residence == "stream"
+    free(needed)
+    assert Feed(ids[0], order, alone()).residence == "stream"
+    assert Feed(ids[0], order, alone(), "host").residence == "host"
+    free(needed // 4)
+    with pytest.raises(SystemUnfitError, match=f"needs {needed:,} bytes, but {needed // 4:,} are free"):
+        Feed(ids[0], order, alone(), "host")
+    for count, kind in ((16 * needed, Windows), (8, Singles)):
+        free(count)
+        feed = Feed(ids[0], order, alone(), "stream")
+        feed.batch(0, 0)
+        assert isinstance(feed._source, kind)
+
+
+def test_fewer_streams_than_ranks_are_refused(ids):
+    with pytest.raises(ConfigError, match=r"data\.streams = 2: fewer than the 3 ranks"):
+        Feed(ids[0], Order(ids[0].rows, 2, 5, 0, True), at(0, 3))
+
+
+def test_waiting_is_counted(ids):
+    order = Order(ids[0].rows, 4, 500, 0, True)
+    feed = Feed(ids[0], order, alone(), "stream")
+    assert feed.wait_seconds == 0.0
+    feed.batch(0, 0)
+    assert 0.0 < feed.wait_seconds < 10.0
+    feed.close()
+
+
+@given(st.integers(1, 400), st.integers(1, 12), st.integers(1, 5), st.integers(1, 90))
+@settings(max_examples=80)
+def test_own_indices_count_own_positions(rows, streams, ranks, batch):
+    order = Order(rows, streams, batch, 0, True)
+    if streams < ranks:
+        return
+    for rank in range(ranks):
+        lanes = Lanes(order, owned_streams(streams, ranks, rank))
+        own = [p for p in range(rows) if p % streams in lanes.streams]
+        assert lanes.count == len(own)
+        assert lanes.positions(np.arange(lanes.count)).tolist() == own
+        for number in range(order.batches_per_epoch):
+            part = lanes.of_batch(number)
+            assert own[part.start : part.stop] == order.batch_positions(number, lanes.streams).tolist()
+
+
+def test_runs_of_neighbours():
+    assert list(runs(np.array([3, 4, 5, 9, 11, 12]))) == [(0, 3), (3, 4), (4, 6)]
+    assert list(runs(np.array([7]))) == [(0, 1)]
