@@ -48,11 +48,12 @@ _find_python() {
   return 1
 }
 
-# make_venv: afterwards $venv/bin is first on PATH and has pip.
+# make_venv: afterwards $venv/bin is first on PATH and has pip. An environment that is there is kept, unless it cannot run
+# or was made by this script and then moved: it knows its own path.
 make_venv() {
-  local python
-  # An environment knows its own path: one that was moved or copied, or whose Python is gone, is made again.
-  if [[ ! -f $venv/.distmlp || $(head -n 1 "$venv/.distmlp") != "$venv" ]] || ! _python_fits "$venv/bin/python"; then
+  local python made_at
+  made_at=$(head -n 1 "$venv/.distmlp" 2>/dev/null) || made_at=$venv
+  if [[ $made_at != "$venv" ]] || ! _python_fits "$venv/bin/python"; then
     python=$(_find_python) || fail "distmlp needs Python 3.11 or newer, and none was found on PATH. Install one" \
       "(Debian 12, Ubuntu 24.04 or newer: apt-get install python3 python3-venv) or name one: PYTHON=/path/to/python3 $0"
     if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
@@ -65,8 +66,8 @@ make_venv() {
     fi
     say "Making the virtual environment $venv ..."
     quietly "$python" -m venv --clear "$venv" || fail "could not make the virtual environment $venv"
-    say "$venv" >"$venv/.distmlp"
   fi
+  [[ -s $venv/.distmlp ]] || say "$venv" >"$venv/.distmlp"
   export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH" PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 }
 

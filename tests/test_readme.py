@@ -43,7 +43,7 @@ LINES = [line for block in CHECKED for line in block.splitlines() if not line.st
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the builders, the configurations and the digits, so that what the commands write stays out of the project."""
+    """Builders, configurations and the digits in a directory of their own: the project stays as it is."""
     folder = tmp_path_factory.mktemp("clone")
     (folder / "datasets").mkdir()
     for path in (PROJECT / "datasets").iterdir():
