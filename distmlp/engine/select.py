@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from distmlp.comm.binding import bind, table
 from distmlp.engine.reference import ReferenceEngine
 from distmlp.errors import SystemUnfitError
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from distmlp.config import RunConfig
     from distmlp.data.feed import Feed
     from distmlp.engine import Engine, Standardization
+    from distmlp.engine.fused import FusedEngine
     from distmlp.network import Network
 
 
@@ -35,10 +37,12 @@ def open_engine(
         return _reference(arguments, "asked for"), "run.engine = reference"
     obstacle = _obstacle(config, world)
     if not obstacle:
-        from distmlp.engine.fused import FusedEngine
-
-        engine = world.agree(lambda: FusedEngine(*arguments), "fused engine")
-        return engine, engine.reason
+        binding = bind(world, config.run.share_gpu)
+        engine = world.agree(lambda: _fused(arguments, binding.ordinal), "fused engine")
+        if world.size == 1:
+            return engine, engine.reason
+        warning = f"; warning: GPUs are shared: {binding.warning}" if binding.shared else ""
+        return engine, f"{engine.reason}{warning}\n{table(binding.seats)}"
     if wanted == "fused":
 
         def refuse() -> None:
@@ -48,6 +52,15 @@ def open_engine(
 
         world.agree(refuse, "fused engine")
     return _reference(arguments, obstacle), f"no GPU engine: {obstacle}"
+
+
+def _fused(arguments: tuple, ordinal: int) -> FusedEngine:
+    import cupy
+
+    cupy.cuda.Device(ordinal).use()  # before anything makes a context, or every rank would have one on GPU 0
+    from distmlp.engine.fused import FusedEngine
+
+    return FusedEngine(*arguments)
 
 
 def _reference(arguments: tuple, reason: str) -> ReferenceEngine:
