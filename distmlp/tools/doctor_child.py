@@ -10,11 +10,12 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from distmlp.comm.binding import Gpu, list_gpus
 from distmlp.errors import SystemUnfitError
 
 PLAIN_TRIAL = 'extern "C" __global__ void trial(float* x) { x[threadIdx.x] += 1.0f; }'
@@ -28,7 +29,7 @@ def describe_gpu() -> dict[str, Any]:
 
     facts: dict[str, Any] = {"driver": None, "devices": [], "peers": [], "cupy": _package("cupy-cuda")}
     with suppress(OSError):
-        facts |= describe_driver(ctypes.CDLL("libcuda.so.1"))
+        facts |= describe_driver(ctypes.CDLL("libcuda.so.1"), list_gpus())
     if facts["cupy"]:
         facts["nvrtc"] = _nvrtc([device["capability"] for device in facts["devices"]])
         facts["nccl"] = _nccl()
@@ -36,41 +37,32 @@ def describe_gpu() -> dict[str, Any]:
     return facts
 
 
-def describe_driver(cuda: ctypes.CDLL) -> dict[str, Any]:
+def describe_driver(cuda: ctypes.CDLL, gpus: Sequence[Gpu]) -> dict[str, Any]:
     """`driver devices peers` by calls of the driver API; `code` is its error, 0 for none."""
-    version, count = ctypes.c_int(), ctypes.c_int()
+    version = ctypes.c_int()
     cuda.cuDriverGetVersion(ctypes.byref(version))
-    code = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
+    code = cuda.cuInit(0)
     facts: dict[str, Any] = {"driver": {"cuda": f"{version.value // 1000}.{version.value % 1000 // 10}", "code": code}}
     with suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text()
         facts["driver"]["version"] = next(word for word in text.split() if word[0].isdigit() and "." in word)
-    handles = []
-    for ordinal in range(count.value if code == 0 else 0):
-        handle = ctypes.c_int()
+    handles = [ctypes.c_int() for _ in gpus]
+    for ordinal, handle in enumerate(handles):
         cuda.cuDeviceGet(ctypes.byref(handle), ordinal)
-        handles.append(handle)
-    facts["devices"] = [_device(cuda, ordinal, handle) for ordinal, handle in enumerate(handles)]
+    facts["devices"] = [
+        {"ordinal": ordinal, "name": gpu.name, "uuid": gpu.uuid} | _abilities(cuda, handle)
+        for ordinal, (gpu, handle) in enumerate(zip(gpus, handles, strict=True))
+    ]
     facts["peers"] = [[a is b or _can_access(cuda, a, b) for b in handles] for a in handles]
     return facts
 
 
-def _device(cuda: ctypes.CDLL, ordinal: int, handle: ctypes.c_int) -> dict[str, Any]:
-    name, uuid, memory = ctypes.create_string_buffer(256), (ctypes.c_ubyte * 16)(), ctypes.c_size_t()
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    cuda.cuDeviceGetName(name, 256, handle)
-    cuda.cuDeviceGetUuid(ctypes.byref(uuid), handle)
+def _abilities(cuda: ctypes.CDLL, handle: ctypes.c_int) -> dict[str, int]:
+    memory, major, minor = ctypes.c_size_t(), ctypes.c_int(), ctypes.c_int()
     cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), handle)
     cuda.cuDeviceGetAttribute(ctypes.byref(major), CAPABILITY_MAJOR, handle)
     cuda.cuDeviceGetAttribute(ctypes.byref(minor), CAPABILITY_MINOR, handle)
-    text = bytes(uuid).hex()
-    return {
-        "ordinal": ordinal,
-        "name": name.value.decode(errors="replace"),
-        "uuid": f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}",
-        "capability": 10 * major.value + minor.value,
-        "memory_bytes": memory.value,
-    }
+    return {"capability": 10 * major.value + minor.value, "memory_bytes": memory.value}
 
 
 def _can_access(cuda: ctypes.CDLL, first: ctypes.c_int, second: ctypes.c_int) -> bool:

@@ -12,9 +12,11 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from distmlp import __version__
+from distmlp.comm.device_probe import DeviceProbe
 from distmlp.comm.hints import Launch, read_launch
 from distmlp.data.library import describe_library
 from distmlp.tools.launcher import find_mpirun, make_of
@@ -32,9 +34,11 @@ def gather() -> dict[str, Any]:
     """The facts. Children run side by side; each has `CHILD_SECONDS`, and its death is a fact as well."""
     mpirun = find_mpirun()
     children = {"gpu": _start("gpu")}
+    device = None
     mpi4py = _version("mpi4py")
     if mpi4py:
         children["library"] = _start("library")
+        device = DeviceProbe()
         if mpirun:
             children["ranks"] = _start("ranks", [mpirun, "-n", "2"])
     facts: dict[str, Any] = {
@@ -52,6 +56,7 @@ def gather() -> dict[str, Any]:
         "mpi4py": mpi4py,
         "launcher": {"path": mpirun, "make": make_of(mpirun)} if mpirun else None,
         "launched_by": _words(read_launch()),
+        "device": asdict(device.result(CHILD_SECONDS)) if device else None,
         **{key: found[key] for key in ("library", "ranks") if key in found},
     }
     return facts

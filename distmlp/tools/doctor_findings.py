@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from distmlp.comm.transport import device_hint
+
 OK, NOTE, WARNING, FAULT = "ok", "note", "warning", "fault"
 
 
@@ -27,6 +29,7 @@ def findings(facts: dict[str, Any]) -> list[Finding]:
                 f"{facts['cpus']} CPU cores"),
         *_gpu(facts["gpu"], facts["variables"].get("CUDA_VISIBLE_DEVICES")),
         *_mpi(facts["mpi"]),
+        *_device_memory(facts["mpi"], bool(facts["gpu"].get("devices"))),
         *_hdf5(facts["hdf5"]),
         *_slurm(facts["slurm"]),
     ]  # fmt: skip
@@ -143,6 +146,18 @@ def _mpi(mpi: dict[str, Any]) -> Iterator[Finding]:
                       f"{ranks.get('error', 'each thinks it is alone')}",
                       f"use the launcher of {library['make']}, or let mpi4py load the launcher's own library "
                       "(MPI4PY_LIBMPI=/path/to/libmpi.so)")  # fmt: skip
+
+
+def _device_memory(mpi: dict[str, Any], gpus: bool) -> Iterator[Finding]:
+    trial = mpi["device"]
+    if trial is None or "error" in mpi["library"]:
+        return
+    make = mpi["library"]["make"]
+    if trial["works"]:
+        yield Finding("MPI", OK, f"{make} moves device memory: {trial['reason']}")
+    else:
+        yield Finding("MPI", WARNING if gpus else NOTE, f"{make} does not move device memory: {trial['reason']}",
+                      f"only the transport `mpi` on GPUs needs it: {device_hint(make)}" if gpus else "")  # fmt: skip
 
 
 def _hdf5(hdf5: dict[str, Any]) -> Iterator[Finding]:

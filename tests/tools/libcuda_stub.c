@@ -1,19 +1,9 @@
 /* Two pretended GPUs that do not reach each other, behind the driver's calls that `distmlp doctor` makes. */
 #include <stddef.h>
-#include <string.h>
 
 int cuInit(unsigned flags) { return flags ? 1 : 0; }
 int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
-int cuDeviceGetCount(int *count) { *count = 2; return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = 40 + ordinal; return ordinal < 0 || ordinal > 1; }
-int cuDeviceGetName(char *name, int length, int device) {
-  strncpy(name, device == 40 ? "Stub A" : "Stub B", length);
-  return 0;
-}
-int cuDeviceGetUuid(unsigned char *uuid, int device) {
-  for (int i = 0; i < 16; ++i) uuid[i] = (unsigned char)(device + i);
-  return 0;
-}
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (size_t)device << 30; return 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
   *value = attribute == 75 ? 8 : attribute == 76 ? device - 40 : -1;

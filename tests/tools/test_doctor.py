@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from launching import clean_environment, run_mpi
 
+from distmlp.comm.binding import Gpu
 from distmlp.tools import doctor_child
 from distmlp.tools.doctor import diagnose, text
 from distmlp.tools.doctor_findings import FAULT, NOTE, WARNING, findings
@@ -41,6 +42,7 @@ GOOD = {
         "launched_by": None,
         "library": {"library": "Open MPI v5.0.11", "make": "Open MPI"},
         "ranks": {"size": 2, "library": "Open MPI v5.0.11", "hosts": ["node1"]},
+        "device": {"works": True, "reason": "device all-reduce gave the right values"},
     },
     "hdf5": {
         "h5py": "3.16.0", "hdf5": "2.0.0", "filters": ["gzip", "zstd"], "plugin_path": None,
@@ -65,7 +67,8 @@ def changed(**changes):
 def test_a_good_machine_has_nothing_to_complain_of():
     report = diagnose(GOOD)
     assert report["works"]
-    assert report["auto"]["engine"] == "fused"
+    auto = report["auto"]
+    assert (auto["engine"], auto["transport"], auto["transport_between_hosts"]) == ("fused", "peer", "mpi")
     assert {item["state"] for item in report["findings"]} == {"ok", "note"}
     words = text(report)
     for fact in ("NVIDIA H200", "GPU-b", "580.159.04", "NCCL 2.28.3", "Open MPI v5.0.11", "pmi2, pmix", "HDF5 2.0.0"):
@@ -100,6 +103,30 @@ def test_what_is_wrong_is_said_with_what_to_do(changes, state, text_part, advice
     assert [f.state for f in matching] == [state]
     assert advice_part in matching[0].advice
     assert diagnose(facts)["works"] == (state != FAULT)
+
+
+@pytest.mark.parametrize(
+    ("changes", "here", "between"),
+    [
+        ({"mpi__device": {"works": False, "reason": "crashed with signal 11"}}, "peer", "nccl"),
+        ({"mpi__device": {"works": False, "reason": "no"}, "gpu__nccl": None}, "peer", "staged"),
+        ({"gpu__peers": [[True, False], [False, True]]}, "mpi", "mpi"),
+        ({"gpu__obstacle": "no GPU"}, "mpi", "mpi"),
+        ({"mpi__ranks": {"error": "x"}}, "none", "none"),
+    ],
+)
+def test_the_transports_that_auto_takes(changes, here, between):
+    auto = diagnose(changed(**changes))["auto"]
+    assert (auto["transport"], auto["transport_between_hosts"]) == (here, between)
+    assert auto["transport_reason"]
+
+
+def test_an_mpi_that_cannot_move_device_memory_is_hinted_at_by_name():
+    facts = changed(mpi__device={"works": False, "reason": "the trial's broadcast crashed with signal 11"})
+    (finding,) = [f for f in findings(facts) if "device memory" in f.text]
+    assert finding.state == WARNING
+    assert "signal 11" in finding.text
+    assert "UCX_TLS" in finding.advice
 
 
 def test_without_a_gpu_broken_compilers_are_no_fault():
@@ -198,13 +225,12 @@ def test_devices_are_read_through_the_driver_library(tmp_path):
     """A stand-in for libcuda: the calls, their order and the width of their arguments."""
     source = Path(__file__).parent / "libcuda_stub.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True)
-    facts = doctor_child.describe_driver(ctypes.CDLL(str(tmp_path / "libcuda.so.1")))
+    gpus = [Gpu("A", "GPU-a"), Gpu("B", "GPU-b")]
+    facts = doctor_child.describe_driver(ctypes.CDLL(str(tmp_path / "libcuda.so.1")), gpus)
     assert facts["driver"]["cuda"] == "12.4"
     assert facts["driver"]["code"] == 0
     assert facts["devices"] == [
-        {"ordinal": 0, "name": "Stub A", "uuid": "GPU-28292a2b-2c2d-2e2f-3031-323334353637", "capability": 80,
-         "memory_bytes": 40 << 30},
-        {"ordinal": 1, "name": "Stub B", "uuid": "GPU-292a2b2c-2d2e-2f30-3132-333435363738", "capability": 81,
-         "memory_bytes": 41 << 30},
-    ]  # fmt: skip
+        {"ordinal": 0, "name": "A", "uuid": "GPU-a", "capability": 80, "memory_bytes": 40 << 30},
+        {"ordinal": 1, "name": "B", "uuid": "GPU-b", "capability": 81, "memory_bytes": 41 << 30},
+    ]
     assert facts["peers"] == [[True, False], [False, True]]
