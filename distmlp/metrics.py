@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -96,22 +96,24 @@ class Reporter:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+        console = Console(file=self._stream)
+        if console.is_dumb_terminal:
+            return
         self._progress = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[figures]}"),
-            TextColumn("left"), TimeRemainingColumn(), console=Console(file=self._stream), refresh_per_second=4,
+            TextColumn("left"), TimeRemainingColumn(), console=console, refresh_per_second=4,
         )  # fmt: skip
         self._task = self._progress.add_task("", total=total, completed=first, figures="")
         self._progress.start()
 
     def log(self, entry: dict[str, Any]) -> None:
         """Report the figures of a log point: the keys of a line of `metrics.jsonl`."""
-        figures = "  ".join(_figure(key, value) for key, value in entry.items() if key in _SHOWN and value is not None)
-        if self._progress is not None:
-            self._progress.update(self._task, completed=entry["step"], figures=figures)
-            if any(key.startswith("validation_") for key in entry):
-                self.say(f"step {entry['step']}  {figures}")
-        else:
-            self._write(f"step {entry['step']}/{self._total}  epoch {entry['epoch']}  {figures}")
+        if self._progress is None:
+            self._write(f"step {entry['step']}/{self._total}  epoch {entry['epoch']}  {_figures(entry, _SHOWN)}")
+            return
+        self._progress.update(self._task, completed=entry["step"], figures=_figures(entry, _SHOWN_IN_BAR))
+        if any(key.startswith("validation_") for key in entry):
+            self.say(f"step {entry['step']}  epoch {entry['epoch']}  {_figures(entry, _SHOWN)}")
 
     def warn(self, text: str) -> None:
         """Keep a warning of this rank until the next `exchange`."""
@@ -159,8 +161,11 @@ _SHOWN = {
 }  # fmt: skip
 
 
-def _figure(key: str, value: float) -> str:
-    return _SHOWN[key].format(value)
+_SHOWN_IN_BAR = ("loss", "samples_per_second")
+
+
+def _figures(entry: dict[str, Any], keys: Iterable[str]) -> str:
+    return "  ".join(_SHOWN[key].format(entry[key]) for key in keys if entry.get(key) is not None)
 
 
 def _tag(ranks: Sequence[int], size: int) -> str:

@@ -95,6 +95,16 @@ def test_a_progress_bar_on_a_terminal(monkeypatch):
         assert part in text
 
 
+def test_plain_lines_on_a_terminal_that_cannot_move_its_cursor(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    report = reporter(stream)
+    report.start(0, 100)
+    report.log(ENTRY)
+    report.close()
+    assert stream.getvalue() == "step 50/100  epoch 1  loss 0.25  lr 0.001  12,346 samples/s\n"
+
+
 def test_only_rank_0_prints():
     stream = io.StringIO()
     report = reporter(stream, rank=1, size=2)
