@@ -194,9 +194,10 @@ def interpret(file: BufferedReader, where: str) -> Checkpoint:
     for name, (dtype, shape) in shapes.items():
         group, _, place = name.partition("/layer_")
         if place:
-            flat = flats.setdefault(group, np.zeros(network.size, np.float32))
+            if group not in flats:
+                flats[group] = np.zeros(network.size, np.float32)
             index, _, part = place.partition("/")
-            target = network.views(flat)[int(index)][part == "bias"]
+            target = network.views(flats[group])[int(index)][part == "bias"]
         else:
             target = np.empty(shape, dtype)
         file.seek(offsets[name])
