@@ -47,6 +47,7 @@ class Summary:
     weights_sha256: str
     transfers: dict[str, int]
     versions: dict[str, str] = field(default_factory=dict)
+    devices: list[dict[str, Any]] = field(default_factory=list)  # the GPU of every rank: rank, host, name, uuid
 
 
 class RunOutput:

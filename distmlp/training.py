@@ -211,6 +211,7 @@ class Run:
             weights_sha256=job.network.sha256(self.state.parameters),
             transfers=job.engine.transfers(),
             versions=outputs.versions(mpi=job.world.library),
+            devices=getattr(job.engine, "devices", []),
         )
         job.world.agree(lambda: job.output.finish(summary), "summary")
         job.reporter.exchange()

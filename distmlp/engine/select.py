@@ -39,6 +39,10 @@ def open_engine(
     if not obstacle:
         binding = bind(world, config.run.share_gpu)
         engine = world.agree(lambda: _fused(arguments, binding.ordinal), "fused engine")
+        engine.devices = [
+            {"rank": seat.rank, "host": seat.host, "name": seat.gpu.name, "uuid": seat.gpu.uuid}
+            for seat in binding.seats
+        ]
         if world.size == 1:
             return engine, engine.reason
         warning = f"; warning: GPUs are shared: {binding.warning}" if binding.shared else ""
