@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
@@ -27,7 +28,7 @@ def read_csv(path: Path, selection: Selection, header: bool | None = None) -> tu
     `header`: whether the first line names the columns; None: it does if a cell in it is not a number.
     """
     blocks = _blocks(path)
-    number, lines = next(blocks, (1, []))
+    numbers, lines = next(blocks, ([], []))
     if not lines:
         raise DataError(f"{path}: is empty, expected lines of numbers")
     delimiter = max(DELIMITERS, key=lines[0].count)
@@ -38,11 +39,9 @@ def read_csv(path: Path, selection: Selection, header: bool | None = None) -> tu
     table = Table(names, selection, str(path))
 
     def rows() -> Iterator[Rows]:
-        start, block = (number + 1, lines[1:]) if header else (number, lines)
-        if block:
-            yield table.rows(_parse(block, start, delimiter, table), start, "line")
-        for start, block in blocks:
-            yield table.rows(_parse(block, start, delimiter, table), start, "line")
+        for where, block in itertools.chain([(numbers[header:], lines[header:])], blocks):
+            if block:
+                yield table.rows(_parse(block, where, delimiter, table), where, "line")
 
     return table, rows()
 
@@ -55,11 +54,12 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def _blocks(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """(number of the first line, whole records) of at most `BLOCK_LINES`; a quoted cell may span lines."""
+def _blocks(path: Path) -> Iterator[tuple[list[int], list[str]]]:
+    """(line numbers, whole records) of at most `BLOCK_LINES`; a quoted cell may span lines."""
     try:
         with _open(path) as file:
-            number, first, open_quote = 0, 1, False
+            number, open_quote = 0, False
+            numbers: list[int] = []
             block: list[str] = []
             while line := file.readline(MAX_LINE):
                 number += 1
@@ -68,17 +68,16 @@ def _blocks(path: Path) -> Iterator[tuple[int, list[str]]]:
                 if open_quote:
                     block[-1] += line
                 elif line.strip():
+                    numbers.append(number)
                     block.append(line)
-                elif not block:
-                    first = number + 1
                 open_quote ^= line.count('"') % 2 == 1
                 if len(block) >= BLOCK_LINES and not open_quote:
-                    yield first, block
-                    first, block = number + 1, []
+                    yield numbers, block
+                    numbers, block = [], []
             if open_quote:
                 raise DataError(f"{path}: a quotation mark is never closed")
             if block:
-                yield first, block
+                yield numbers, block
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text ({error.reason}); is this a CSV file?") from None
     except (OSError, EOFError) as error:
@@ -91,7 +90,7 @@ def _open(path: Path) -> TextIO:
     return open(path, encoding="utf-8-sig", newline="")
 
 
-def _parse(lines: list[str], first: int, delimiter: str, table: Table) -> NDArray:
+def _parse(lines: list[str], numbers: list[int], delimiter: str, table: Table) -> NDArray:
     """float64 (lines, columns); NaN where a value is missing or the column is not used."""
     if not table.codes and len(table.used) == len(table.names):
         try:
@@ -102,7 +101,7 @@ def _parse(lines: list[str], first: int, delimiter: str, table: Table) -> NDArra
             pass  # the slow way says where and why
     values = np.full((len(lines), len(table.names)), np.nan)
     for row, cells in enumerate(csv.reader(lines, delimiter=delimiter)):
-        where = f"{table.where}, line {first + row}"
+        where = f"{table.where}, line {numbers[row]}"
         if len(cells) != len(table.names):
             raise DataError(f"{where}: {len(cells)} cells, expected {len(table.names)}")
         for column in table.used:

@@ -65,7 +65,7 @@ def table_rows(array: Array, selection: Selection) -> tuple[Table, Iterator[Rows
     def rows() -> Iterator[Rows]:
         done = 0
         for block in array.blocks(max(1, BLOCK_BYTES // max(1, 8 * array.shape[1]))):
-            yield table.rows(block.astype(np.float64), done)
+            yield table.rows(block.astype(np.float64), range(done, done + len(block)))
             done += len(block)
 
     return table, rows()
@@ -100,7 +100,7 @@ def parquet_rows(path: Path, selection: Selection) -> tuple[Table, Iterator[Rows
                 values = np.full((batch.num_rows, len(table.names)), np.nan)
                 for number in table.used:
                     values[:, number] = column(batch.column(number), number, done)
-                yield table.rows(values, done)
+                yield table.rows(values, range(done, done + len(values)))
                 done += batch.num_rows
         except (OSError, pyarrow.ArrowException) as error:
             raise DataError(f"{path}, from row {done}: cannot be read: {error}") from None

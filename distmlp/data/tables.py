@@ -107,8 +107,8 @@ class Table:
             f"--category {self.names[column]}=first,second,… or leave the column out with --inputs"
         )
 
-    def rows(self, values: NDArray, first: int, what: str = "row") -> Rows:
-        """Rows of `values` (rows, columns) float64, where NaN means missing. `first`: number of the first row."""
+    def rows(self, values: NDArray, numbers: Sequence[int], what: str = "row") -> Rows:
+        """Rows of `values` (rows, columns) float64, where NaN means missing. `numbers`: of the rows, for messages."""
         missing = np.isnan(values[:, self.used])
         if missing.any():
             if self._stand_in is not None:
@@ -120,7 +120,7 @@ class Table:
             else:
                 row, place = np.argwhere(missing)[0]
                 raise DataError(
-                    f"{self.where}, {what} {first + row}, column `{self.names[self.used[place]]}`: "
+                    f"{self.where}, {what} {numbers[row]}, column `{self.names[self.used[place]]}`: "
                     "the value is missing; say what to do with --missing drop, or --missing VALUE"
                 )
         targets = values[:, self.targets]

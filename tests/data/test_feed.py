@@ -45,7 +45,8 @@ def feeds(shards, order, ranks, how):
 
 @pytest.mark.parametrize("how", ["host", "window", "single"])
 @pytest.mark.parametrize(("streams", "batch", "shuffle", "ranks"), [
-    (16, 256, True, 1), (16, 256, True, 3), (7, 100, False, 7), (5, 1999, True, 4), (6, 3, True, 2), (9, 99999, True, 2),
+    (16, 256, True, 1), (16, 256, True, 3), (7, 100, False, 7), (5, 1999, True, 4), (6, 3, True, 2),
+    (9, 99999, True, 2),
 ])  # fmt: skip
 def test_every_rank_gets_its_rows_of_every_batch_in_order(ids, how, streams, batch, shuffle, ranks):
     order = Order(ids[0].rows, streams, batch, 3, shuffle)
@@ -87,9 +88,9 @@ def test_resuming_in_the_middle_of_an_epoch(ids, how):
     for ranks, numbers in ((2, range(7)), (3, range(7, order.batches_per_epoch))):
         made = feeds(ids[0], order, ranks, how)
         for number in numbers:
-            parts = [feed.batch(2, number).inputs[:, 0].tolist() for feed in made]
-            assert sorted(sum(parts, [])) == sorted(order.batch_rows(2, number, range(8)).tolist())
-            seen += sum(parts, [])
+            rows = [row for feed in made for row in feed.batch(2, number).inputs[:, 0].tolist()]
+            assert sorted(rows) == sorted(order.batch_rows(2, number, range(8)).tolist())
+            seen += rows
         for feed in made:
             feed.close()
     assert sorted(seen) == list(range(ids[0].rows))
@@ -129,10 +130,9 @@ def hash_of_epochs(feed, order, epochs):
     return digest.hexdigest()
 
 
-def test_any_number_of_readers_while_hdf5_is_written(tmp_path, tmp_path_factory):
+def test_any_number_of_readers_while_hdf5_is_written(tmp_path):
     """20 epochs with 1, 2 and 8 reader threads, chunked and contiguous files, checkpoints saved all the while."""
     write_ids(tmp_path, (500, 300), chunks=(64, 2), compression="lzf", shuffle=True)
-    write_ids(tmp_path_factory.mktemp("x"), (1,))
     write_shard(tmp_path / "part-02.h5", np.ones((77, 3), "f4"), np.ones((77, 1), "f4"))
     shards, stop, saved = open_shards(tmp_path), threading.Event(), []
 
@@ -164,15 +164,15 @@ def test_damage_in_mid_training_names_file_and_rows(tmp_path, how):
     order = Order(600, 2, 60, 0, True)
     feed = feeds(shards, order, 1, how)[0]
     with pytest.raises(DataError, match=r"part-01\.h5, dataset `inputs`, rows 100 to 149: the chunk is damaged"):
-        for number in range(order.batches_per_epoch):
-            feed.batch(0, number)
+        [feed.batch(0, number) for number in range(order.batches_per_epoch)]
     feed.close()
     healthy = feeds(shards, order, 2, how)[0]  # the other rank's rows
     assert sum(len(healthy.batch(0, number)) for number in range(order.batches_per_epoch)) == 300
 
 
 @pytest.mark.parametrize(("value", "text"), [
-    (np.nan, "NaN or infinite"), (-np.inf, "NaN or infinite"), (1e300, "NaN or infinite"), (1e38, "values beyond 1e\\+18"),
+    (np.nan, "NaN or infinite"), (-np.inf, "NaN or infinite"), (1e300, "NaN or infinite"),
+    (1e38, "values beyond 1e+18"),
 ])  # fmt: skip
 @pytest.mark.parametrize("role", ["inputs", "targets", "sample weights"])
 def test_a_row_that_is_not_a_number_is_blamed(tmp_path, value, text, role):
@@ -188,7 +188,7 @@ def test_a_row_that_is_not_a_number_is_blamed(tmp_path, value, text, role):
     told = Feed(shards, order, alone(), "stream").blame(0, number)
     assert told is not None
     assert told.startswith(f"{tmp_path}/a.h5 row 137: {role} hold ")
-    assert text.replace("\\", "") in told
+    assert text in told
     assert Feed(shards, order, alone()).blame(0, (number + 1) % 4) is None
 
 
