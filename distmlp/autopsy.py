@@ -21,6 +21,8 @@ _ADDRESS_SPACE_BYTES = 2 << 30  # of the child, besides a few times the file
 
 def explained(path: Path) -> str:
     """What the child finds wrong; empty where it finds nothing, or died of it."""
+    if not sys.executable:  # Python inside another program
+        return ""
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         child = subprocess.run(
             [sys.executable, "-m", "distmlp.autopsy", str(path.absolute())],

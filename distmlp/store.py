@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ def newest(directory: Path) -> Found | None:
 
 def resolve_checkpoint(path: str | Path) -> Path:
     """The checkpoint that `path` means: a file itself; of a run's output directory, or of a directory of
-    checkpoints, the newest good one. Raises CheckpointError."""
+    checkpoints, the newest good one. Raises CheckpointError; warns of newer ones that are damaged."""
     path = Path(path)
     if not path.is_dir():
         if not path.exists():
@@ -62,6 +63,8 @@ def resolve_checkpoint(path: str | Path) -> Path:
         return path
     for directory in (path / DIRECTORY, path):
         if directory.is_dir() and (found := newest(directory)):
+            for reason in found.rejected:
+                warnings.warn(f"passed over: {reason}", stacklevel=2)
             return found.path
     raise CheckpointError(f"checkpoint {path}: no checkpoint (step-….h5) here or in {path / DIRECTORY}")
 

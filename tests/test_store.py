@@ -192,6 +192,9 @@ def test_resolve_checkpoint(tmp_path):
     newest_path = directory / "step-00000002.h5"
     assert resolve_checkpoint(tmp_path) == resolve_checkpoint(directory) == newest_path
     assert resolve_checkpoint(directory / "step-00000001.h5").name == "step-00000001.h5"
+    _flip(newest_path)
+    with pytest.warns(UserWarning, match=r"passed over: .*step-00000002\.h5"):
+        assert resolve_checkpoint(tmp_path).name == "step-00000001.h5"
     with pytest.raises(CheckpointError, match="no such file"):
         resolve_checkpoint(tmp_path / "absent.h5")
 
