@@ -5,9 +5,8 @@ Nothing heavy is imported here before a command runs, so that `--help` answers a
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -196,14 +195,8 @@ def data_convert(
     )  # fmt: skip
 
 
-def main(arguments: list[str] | None = None) -> NoReturn:
-    """The program `distmlp`: ends the process with the exit code of the command."""
-    from distmlp.comm.policy import guarded
-
-    guarded(lambda: _dispatch(sys.argv[1:] if arguments is None else arguments))
-
-
-def _dispatch(arguments: list[str]) -> int:
+def dispatch(arguments: list[str]) -> int:
+    """Run the command in `arguments`; its exit code. Usage errors become ConfigError."""
     from distmlp.errors import ConfigError
 
     try:
