@@ -61,6 +61,11 @@ class HostParts:
         return [(name, part) for name, part in parts.items() if part is not None]
 
 
+def raw_type(sample: Rows) -> str:
+    """Kind and bytes of the inputs as they go to the device, such as "f4"."""
+    return layout.RAW_TYPES[layout.raw_type(HostParts(sample).inputs.dtype)]
+
+
 class RawPlace:
     """Addresses of raw rows on the device, as the arguments of `train_steps`."""
 
@@ -83,7 +88,6 @@ class ResidentRows:
         self.place = RawPlace(Arena([*buffers, Buffer("index", 4 * own.count)], ledger.stream))
         for name, part in parts.items():
             ledger.upload(self.place.arena.address(name), part)
-        self.raw_type = layout.raw_type(parts.inputs.dtype)
         module = Module(compiler.cubin("order.cu", {}, capability), ledger)
         self._fill_index = module.kernel("fill_index", max(1, min(1024, -(-own.count // 256))), 256)
 
@@ -116,7 +120,6 @@ class StreamedRows:
     def __init__(self, feed: Feed, sample: Rows, own: OwnRows, ledger: Ledger) -> None:
         self._feed, self._own, self._ledger = feed, own, ledger
         parts = HostParts(sample)
-        self.raw_type = layout.raw_type(parts.inputs.dtype)
         self._formats = {name: (part.shape[1:], part.dtype) for name, part in parts.items()}
         row_bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in self._formats.values())
         batch = max(1, own.largest_batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cupy
 import numpy as np
@@ -15,7 +15,7 @@ from distmlp.config import RunConfig
 from distmlp.engine import Evaluation, Standardization, State, StepReport, layout, tally
 from distmlp.engine.backprop import Layers
 from distmlp.engine.device_memory import Ledger
-from distmlp.engine.device_rows import INDEX_ROWS, OwnRows, ResidentRows, StreamedRows, fits_device
+from distmlp.engine.device_rows import INDEX_ROWS, OwnRows, ResidentRows, StreamedRows, fits_device, raw_type
 from distmlp.engine.fused_state import DeviceState, check_capability, describe_device
 from distmlp.engine.optimizers import slot_names
 from distmlp.engine.plan import MAX_STEPS, Device, Plan, Task, make_plan
@@ -40,6 +40,7 @@ class FusedEngine:
     """
 
     name = "fused"
+    devices: list[dict[str, Any]]  # of all ranks: rank, host, name, uuid; set by `open_engine`
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class FusedEngine:
         task = Task(
             network, own.largest_batch if own else 1, config.run.precision, config.model.loss, labels,
             sample is not None and sample.weights is not None, len(slot_names(config.optimizer.name)),
-            config.run.ema_decay > 0, world.size,
+            config.run.ema_decay > 0, world.size, "f4" if sample is None else raw_type(sample),
         )  # fmt: skip
         self.plan: Plan = make_plan(task, device, narrow)
         self.precision = config.run.precision if device.has_tensor_cores else "fp32"
@@ -101,7 +102,6 @@ class FusedEngine:
         waited = feed.wait_seconds
         communicated = self._reduction.seconds if self._reduction else 0.0
         self._state.pack("parameters")
-        self._state.set_raw_type(rows.raw_type)
         report = StepReport(np.empty(0), np.empty(0))
         parts = [np.empty(0, layout.STEP_RESULT)]
         done = 0

@@ -43,8 +43,8 @@ class DeviceState:
         self._pack_weights = self._module.kernel("pack_weights", 2 * blocks, THREADS)
         self._constants = self._engine_structure(standardization)
         self._slots = {name: _SLOT_BUFFERS[name] for name in slot_names(config.optimizer.name)}
-        self._raw_type = -1
-        self.set_raw_type("f4")
+        for module in self._modules:
+            module.write_constant("ENGINE", self._constants)
         self._packed_from = ""  # the flat buffer whose weights the copies hold
 
     def _narrow_kernel(self) -> Kernel:
@@ -88,6 +88,7 @@ class DeviceState:
             batch["labels" if plan.task.labels else "targets"] = address(f"targets{parity}")
             batch["weights"] = address(f"weights{parity}")
         optimizer = config.optimizer
+        structure["raw_type"] = layout.RAW_TYPES.index(plan.task.raw_type)
         structure["layers"] = len(plan.layers)
         structure["gradient_tasks"], structure["gradient_tiles"] = plan.gradient_tasks, plan.gradient_tiles
         structure["stop_on_nonfinite"] = config.run.on_nonfinite == "stop"
@@ -115,15 +116,6 @@ class DeviceState:
             self.ledger.upload(at, np.ascontiguousarray(values))
             at += values.nbytes
         return at
-
-    def set_raw_type(self, dtype: str | int) -> None:
-        """The type of the raw inputs that the next launches read."""
-        kind = dtype if isinstance(dtype, int) else layout.raw_type(dtype)
-        if self._raw_type != kind:
-            self._raw_type = kind
-            self._constants["raw_type"] = kind
-            for module in self._modules:
-                module.write_constant("ENGINE", self._constants)
 
     def load(self, state: State) -> None:
         """Take over parameters, slots, average and step counter."""
@@ -180,7 +172,6 @@ class DeviceState:
         """Outputs (rows, outputs), float32, standardized, for up to `plan.rows` raw rows (rows, features) float32."""
         rows = len(inputs)
         self.pack(source)
-        self.set_raw_type("f4")
         self.ledger.upload(self.arena.address("raw_rows"), inputs)
         flat, out = self.arena.address(source), self.arena.address("predictions")
         self._forward_rows(np.uint64(self.arena.address("raw_rows")), np.uint64(flat), np.uint64(out), np.int32(rows))
@@ -200,7 +191,14 @@ def specialisations(config: RunConfig, plan: Plan) -> list[tuple[str, dict[str, 
         "LABELS": str(int(plan.task.labels)),
         "OPTIMIZER": config.optimizer.name.upper(),
     }
-    parts = [("wide.cu", {**macros, **plan.tile.macros("TILE"), **plan.gradient_tile.macros("GRADIENT")})]
+    raw = plan.task.raw_type
+    wide = {
+        "RAW_TYPE": f"RAW_{raw[0].upper()}{8 * int(raw[1:])}",
+        "MIN_BLOCKS": str(plan.blocks // plan.device.multiprocessors),
+        **plan.tile.macros("TILE"),
+        **plan.gradient_tile.macros("GRADIENT"),
+    }
+    parts = [("wide.cu", {**macros, **wide})]
     if plan.narrow is not None:
         needs_norm = config.optimizer.name == "lamb" or config.optimizer.clip_norm > 0
         direct = not needs_norm and plan.task.ranks == 1

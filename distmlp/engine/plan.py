@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from distmlp.engine.plan_narrow import NarrowPlan, plan_narrow
-from distmlp.engine.plan_tiles import SHAPES, TileShape, choose_splits, choose_tile
+from distmlp.engine.plan_tiles import SHAPES, STATIC_BYTES, TileShape, choose_splits, choose_tile
 from distmlp.engine.tally import TALLY
 from distmlp.errors import SystemUnfitError
 from distmlp.network import Network
@@ -50,6 +50,7 @@ class Task:
     slots: int
     ema: bool
     ranks: int
+    raw_type: str = "f4"  # of the training inputs: kind and bytes
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,14 @@ def make_plan(task: Task, device: Device, narrow: bool = True) -> Plan:
     pairs = [(layer.fan_in, layer.fan_out) for layer in network.layers]
     fitted = (shape.fitted(product, device.shared_bytes) for shape in SHAPES[product])
     shapes = [shape for shape in fitted if shape is not None]
-    blocks = device.multiprocessors
-    tile = choose_tile(shapes, [(rows, n, k) for k, n in pairs] + [(rows, k, n) for k, n in pairs[1:]], blocks)
-    gradient_tile, splits = choose_splits(shapes, pairs, rows, blocks)
+    multiprocessors = device.multiprocessors
+    products = [(rows, n, k) for k, n in pairs] + [(rows, k, n) for k, n in pairs[1:]]
+    tile = choose_tile(shapes, product, products, multiprocessors)
+    gradient_tile, splits = choose_splits(shapes, product, pairs, rows, multiprocessors)
+    shared = max(tile.shared_bytes(product), gradient_tile.shared_bytes(product))
+    each = blocks_each(tile, gradient_tile, shared, device)
     plan = Plan(
-        task, device, product, tile, gradient_tile,
-        max(tile.shared_bytes(product), gradient_tile.shared_bytes(product)), blocks,
+        task, device, product, tile, gradient_tile, shared, each * multiprocessors,
         max(rows, EVALUATION_ROWS), tuple(_layers(pairs, gradient_tile, splits)),
         _narrow(task, device) if narrow else None,
     )  # fmt: skip
@@ -162,6 +165,12 @@ def _narrow(task: Task, device: Device) -> NarrowPlan | None:
     if task.precision != "bf16" or not device.has_tensor_cores or task.ranks > 1:
         return None
     return plan_narrow(task.network, max(1, task.rows), device.multiprocessors, device.shared_bytes)
+
+
+def blocks_each(tile: TileShape, gradient_tile: TileShape, shared: int, device: Device) -> int:
+    """Blocks a multiprocessor: two where they fit, so that one computes while the other starts or finishes a tile."""
+    small = max(shape.m * shape.n for shape in (tile, gradient_tile)) <= 64 * 64
+    return 2 if small and 2 * (shared + STATIC_BYTES) <= device.shared_bytes else 1
 
 
 def aligned(size: int, to: int) -> int:
@@ -206,7 +215,7 @@ def _buffers(plan: Plan) -> list[Buffer]:
     if softmax:
         buffers.append(Buffer("logits", plan.rows * outputs * 4))
     if plan.narrow:
-        buffers.append(Buffer("narrow_partials", plan.narrow.partial_floats(task.network.size) * 4))
+        buffers.append(Buffer("narrow_partials", plan.narrow.partial_bytes))
         buffers.append(Buffer("narrow_image", plan.narrow.image_bytes, zeroed=True))
     for parity in range(2):
         buffers.append(Buffer(f"inputs{parity}", plan.rows * plan.layers[0].ld_in * element))

@@ -33,7 +33,7 @@ class TileShape:
 
         pipe = self.stages * max(stage(True, True), stage(True, False), stage(False, True))
         slices = self.m * self.n * 4 * (self.warps[2] - 1)
-        return max(pipe, slices, self.m * (self.n + 4) * 4)
+        return max(pipe, slices, self.m * (self.n + 8) * 4)
 
     def fitted(self, product: str, limit: int) -> TileShape | None:
         """The same with as many stages as `limit` bytes of shared memory allow; None where not even two fit."""
@@ -56,56 +56,68 @@ SHAPES = {
     "FMA": (
         TileShape(128, 128, 16, (4, 2, 1), 3),
         TileShape(64, 64, 32, (4, 2, 1), 3),
-        TileShape(32, 32, 32, (2, 2, 2), 3),
+        TileShape(32, 32, 32, (2, 2, 2), 4),
+        TileShape(32, 16, 64, (1, 1, 8), 4),
+        TileShape(16, 32, 64, (1, 1, 8), 4),
     ),
     "TF32": (
         TileShape(128, 128, 32, (2, 4, 1), 4),
         TileShape(64, 64, 32, (2, 2, 2), 4),
-        TileShape(32, 32, 64, (1, 1, 8), 3),
+        TileShape(32, 32, 64, (1, 1, 8), 8),
+        TileShape(32, 16, 64, (1, 1, 8), 8),
+        TileShape(16, 32, 64, (1, 1, 8), 8),
     ),
     "BF16": (
         TileShape(128, 128, 64, (2, 4, 1), 4),
         TileShape(64, 64, 64, (2, 2, 2), 4),
-        TileShape(32, 32, 128, (1, 1, 8), 3),
+        TileShape(32, 32, 128, (1, 1, 8), 8),
+        TileShape(32, 16, 128, (1, 1, 8), 8),
+        TileShape(16, 32, 128, (1, 1, 8), 8),
     ),
 }
 
-# Relative costs of a block: of one multiply-add at full speed, of moving one operand element to shared memory, of
-# finishing one result, of starting a tile. Fitted roughly; only their ratios matter.
-_MULTIPLY, _MOVE, _FINISH, _START = 1.0, 40.0, 60.0, 150_000.0
+# Clocks of a multiprocessor, fitted to an H200: multiply-adds a clock that the main loops reach, bytes a clock that
+# come in from L2 with all multiprocessors reading, starting a tile, finishing results.
+_MULTIPLIES = {"FMA": 90.0, "TF32": 220.0, "BF16": 450.0}
+_BYTES, _START, _FINISH, _STEP = 32.0, 1500.0, 0.12, 40.0
 
 
-def tile_cost(shape: TileShape, depth: int) -> float:
-    """Cost of one tile of `shape` over `depth`."""
-    steps = -(-depth // shape.k)
-    a_step = max(_MULTIPLY * shape.m * shape.n, _MOVE * (shape.m + shape.n)) * shape.k
-    return steps * a_step + _FINISH * shape.m * shape.n + _START
+def tile_clocks(shape: TileShape, product: str, depth: int) -> float:
+    """Estimated time of one tile of `shape` over `depth`, in clocks."""
+    element = 2 if product == "BF16" else 4
+    multiply = shape.m * shape.n * shape.k / _MULTIPLIES[product]
+    move = (shape.m + shape.n) * shape.k * element / _BYTES
+    return _START + -(-depth // shape.k) * (max(multiply, move) + _STEP) + _FINISH * shape.m * shape.n
 
 
-def product_cost(shape: TileShape, m: int, n: int, k: int, blocks: int) -> float:
-    """Cost of C (m, n) = A (m, k) B (k, n) over the grid: full rounds of tiles."""
+def product_clocks(shape: TileShape, product: str, m: int, n: int, k: int, blocks: int) -> float:
+    """Estimated time of C (m, n) = A (m, k) B (k, n) over the grid: full rounds of tiles."""
     tiles = -(-m // shape.m) * -(-n // shape.n)
-    return -(-tiles // blocks) * tile_cost(shape, k)
+    return -(-tiles // blocks) * tile_clocks(shape, product, k)
 
 
-def choose_tile(shapes: Sequence[TileShape], products: Sequence[tuple[int, int, int]], blocks: int) -> TileShape:
-    """The shape with the least cost over all `products` (m, n, k)."""
-    return min(shapes, key=lambda shape: sum(product_cost(shape, m, n, k, blocks) for m, n, k in products))
+def choose_tile(
+    shapes: Sequence[TileShape], product: str, products: Sequence[tuple[int, int, int]], blocks: int
+) -> TileShape:
+    """The shape with the least estimated time over all matrix products (m, n, k) of the forward and backward pass."""
+    return min(shapes, key=lambda shape: sum(product_clocks(shape, product, *sizes, blocks) for sizes in products))
 
 
 def choose_splits(
-    shapes: Sequence[TileShape], layers: Sequence[tuple[int, int]], rows: int, blocks: int
+    shapes: Sequence[TileShape], product: str, layers: Sequence[tuple[int, int]], rows: int, blocks: int
 ) -> tuple[TileShape, int]:
     """Shape and splits of the batch for the weight gradients of all `layers` (fan_in, fan_out) in one phase."""
 
-    def cost(shape: TileShape, splits: int) -> float:
+    def clocks(shape: TileShape, splits: int) -> float:
         tiles = sum(-(-fan_in // shape.m) * -(-fan_out // shape.n) for fan_in, fan_out in layers)
         steps = -(-rows // shape.k)
         depth = -(-steps // splits) * shape.k
-        handing_over = 40.0 * shape.m * shape.n * (1 + splits) if splits > 1 else 0.0
-        return -(-tiles * splits // blocks) * (tile_cost(shape, depth) + handing_over)
+        updating = 0.4 * shape.m * shape.n / splits  # parameters and slots in and out
+        handing_over = 0.15 * shape.m * shape.n * 2 + 1000.0 if splits > 1 else 0.0
+        rounds = -(-tiles * splits // blocks)
+        return rounds * (tile_clocks(shape, product, depth) + updating + handing_over)
 
     candidates = [
         (shape, splits) for shape in shapes for splits in range(1, 33) if splits == 1 or rows >= splits * 2 * shape.k
     ]
-    return min(candidates, key=lambda candidate: cost(*candidate))
+    return min(candidates, key=lambda candidate: clocks(*candidate))

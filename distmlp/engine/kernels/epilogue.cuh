@@ -1,83 +1,125 @@
 // What becomes of the results of a matrix product at (row, column .. column + 3) of a layer's matrix; columns are
-// multiples of four. Each leaves in `v` what it stored, zero beyond the edges. Independent of the main loop.
+// multiples of four. What was stored comes back, zero beyond the edges. Independent of the main loop.
 #pragma once
 #include "gather.cuh"
 #include "losses.cuh"
 
 #define EACH_OF_FOUR(f) f(v.x, 0), f(v.y, 1), f(v.z, 2), f(v.w, 3)
 
+__device__ __forceinline__ float4 zeros() { return make_float4(0.f, 0.f, 0.f, 0.f); }
+__device__ __forceinline__ float4 float4_at(const float* flat, i64 at) { return *(const float4*)(flat + at); }
+__device__ __forceinline__ float part(const float4& v, int k) { return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w; }
+__device__ __forceinline__ void add_to(float4& sum, const float4& v) {
+    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+}
+
+// Four columns of a layer that a thread keeps to.
+struct Columns {
+    int first;
+    int count;     // that the layer has of them, may be zero or negative
+    bool stored;   // the padded matrices have them
+    float4 bias;
+
+    __device__ __forceinline__ Columns(const Layer& layer, int column, const float* flat)
+        : first(column), count(layer.fan_out - column), stored(column < layer.ld_out), bias(zeros()) {
+        if (flat && stored) bias = float4_at(flat, layer.bias_offset + column);  // a tensor's end is padded
+    }
+};
+
 // Output of a hidden layer (and, where it must be kept, the slope) from z = `v` without bias.
 __device__ __forceinline__ void hidden_output(
-    const Layer& layer, const float* bias, int rows, int r, int c, float4& v, u32& largest) {
-    if (r >= rows || c >= layer.ld_out) return;
+    const Layer& layer, const Columns& columns, int rows, int r, float4 v, u32& largest) {
+    if (r >= rows || !columns.stored) return;
     const int kind = hidden_activation(layer);
-    const i64 at = (i64)r * layer.ld_out + c;
-    float slope[4];
+    const i64 at = (i64)r * layer.ld_out + columns.first;
+    float4 slope = zeros();
     const auto output = [&](float& x, int k) {
-        slope[k] = 0.f;
-        x = c + k < layer.fan_out ? activate(kind, x + bias[c + k], slope[k]) : 0.f;
+        float of_x = 0.f;
+        x = k < columns.count ? activate(kind, x + part(columns.bias, k), of_x) : 0.f;
+        (k == 0 ? slope.x : k == 1 ? slope.y : k == 2 ? slope.z : slope.w) = of_x;
     };
     EACH_OF_FOUR(output);
-    if (stores_slope(kind)) store_quad(layer.error + at, make_float4(slope[0], slope[1], slope[2], slope[3]));
+    if (stores_slope(kind)) store_quad(layer.error + at, slope);
     store_quad(layer.output + at, v);
     largest = max(largest, magnitude_bits(v));
 }
 
 // Network output from z = `v` without bias, unpadded float (rows, outputs).
 __device__ __forceinline__ void network_output(
-    const Layer& layer, const float* bias, float* out, int rows, int r, int c, float4& v) {
+    const Layer& layer, const Columns& columns, float* out, int rows, int r, float4 v) {
     if (r >= rows) return;
-    float* at = out + (i64)r * layer.fan_out + c;
+    float* at = out + (i64)r * layer.fan_out + columns.first;
     const auto output = [&](float x, int k) {
         float unused;
-        if (c + k < layer.fan_out) at[k] = activate(OUTPUT_ACTIVATION, x + bias[c + k], unused);
+        if (k < columns.count) at[k] = activate(OUTPUT_ACTIVATION, x + part(columns.bias, k), unused);
     };
     EACH_OF_FOUR(output);
 }
 
 __device__ __forceinline__ float row_weight(const Batch& batch, int r) { return batch.weights ? batch.weights[r] : 1.f; }
 
+// What the loss of a row needs for four columns.
+struct Wanted {
+    float4 target;
+    float weight;
+};
+__device__ __forceinline__ Wanted load_wanted(
+    const Layer& layer, const Columns& columns, const Batch& batch, int rows, int r) {
+    Wanted wanted = {zeros(), 0.f};
+    if (r >= rows || columns.count <= 0) return wanted;
+    const float* target = batch.targets + (i64)r * layer.fan_out + columns.first;
+    wanted.weight = row_weight(batch, r);
+    if (layer.fan_out % 4 == 0) {
+        wanted.target = *(const float4*)target;
+    } else {
+        float4& v = wanted.target;
+        const auto load = [&](float& x, int k) { x = k < columns.count ? target[k] : 0.f; };
+        EACH_OF_FOUR(load);
+    }
+    return wanted;
+}
+
 // Error of the output layer from z = `v` without bias, for losses that are sums over outputs. Adds the weighted loss
 // to `loss`.
-__device__ __forceinline__ void output_error(
-    const Layer& layer, const float* bias, const Batch& batch, int rows, int r, int c, float4& v, float& loss,
+__device__ __forceinline__ float4 output_error(
+    const Layer& layer, const Columns& columns, const Wanted& wanted, int rows, int r, float4 v, float& loss,
     u32& largest) {
-    if (r >= rows || c >= layer.ld_out) {
-        v = make_float4(0.f, 0.f, 0.f, 0.f);
-        return;
-    }
-    const float weight = row_weight(batch, r) / (float)layer.fan_out;
-    const float* target = batch.targets + (i64)r * layer.fan_out + c;
+    if (r >= rows || !columns.stored) return zeros();
+    const float weight = wanted.weight / (float)layer.fan_out;
     const auto error = [&](float& x, int k) {
         float of_activation = 0.f, of_loss = 0.f;
-        if (c + k < layer.fan_out) {
-            const float y = activate(OUTPUT_ACTIVATION, x + bias[c + k], of_activation);
-            loss += weight * output_loss(y, target[k], ENGINE.huber_delta, of_loss);
+        if (k < columns.count) {
+            const float y = activate(OUTPUT_ACTIVATION, x + part(columns.bias, k), of_activation);
+            loss += weight * output_loss(y, part(wanted.target, k), ENGINE.huber_delta, of_loss);
         }
         x = weight * of_loss * of_activation;
     };
     EACH_OF_FOUR(error);
-    store_quad(layer.error + (i64)r * layer.ld_out + c, v);
+    store_quad(layer.error + (i64)r * layer.ld_out + columns.first, v);
     largest = max(largest, magnitude_bits(v));
+    return v;
+}
+
+// What the slope of a hidden layer is told from.
+__device__ __forceinline__ float4 load_slope(const Layer& layer, const Columns& columns, int rows, int r) {
+    if (r >= rows || !columns.stored) return zeros();
+    const Element* from = stores_slope(hidden_activation(layer)) ? layer.error : layer.output;
+    return load_quad(from + (i64)r * layer.ld_out + columns.first);
 }
 
 // Error of a hidden layer from the derivative by its output.
-__device__ __forceinline__ void hidden_error(const Layer& layer, int rows, int r, int c, float4& v, u32& largest) {
-    if (r >= rows || c >= layer.ld_out) {
-        v = make_float4(0.f, 0.f, 0.f, 0.f);
-        return;
-    }
+__device__ __forceinline__ float4 hidden_error(
+    const Layer& layer, const Columns& columns, int rows, int r, float4 v, const float4& slope, u32& largest) {
+    if (r >= rows || !columns.stored) return zeros();
     const int kind = hidden_activation(layer);
-    const i64 at = (i64)r * layer.ld_out + c;
-    const bool stored = stores_slope(kind);
-    const float4 known = load_quad((stored ? layer.error : layer.output) + at);
-    const float slope[4] = {known.x, known.y, known.z, known.w};
     const auto error = [&](float& x, int k) {
-        x = c + k < layer.fan_out ? x * (stored ? slope[k] : slope_of_output(kind, slope[k])) : 0.f;
+        const float known = part(slope, k);
+        x = k < columns.count ? x * (stores_slope(kind) ? known : slope_of_output(kind, known)) : 0.f;
     };
     EACH_OF_FOUR(error);
-    store_quad(layer.error + at, v);
+    store_quad(layer.error + (i64)r * layer.ld_out + columns.first, v);
     largest = max(largest, magnitude_bits(v));
+    return v;
 }
 
 // Parameter `at` of the flat buffers moves along its gradient sum; returns the new value.
@@ -92,56 +134,74 @@ __device__ __forceinline__ float update_parameter(const Hyper& h, i64 at, float 
     return p;
 }
 
-__device__ __forceinline__ float4 float4_at(const float* flat, i64 at) { return *(const float4*)(flat + at); }
+// Four neighbours at a multiple of four: loads and stores apart, so that several can be under way.
+struct Parameters {
+    float4 value, first, second, mean;
 
-// The same for four neighbours at a multiple of four.
-__device__ __forceinline__ float4 update_quad(const Hyper& h, i64 at, float4 sum) {
-    const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
-    float4 first = has_first_slot() ? float4_at(ENGINE.first_slot, at) : none;
-    float4 second = has_second_slot() ? float4_at(ENGINE.second_slot, at) : none;
-    float4 p = float4_at(ENGINE.parameters, at);
-    p.x = update_rule(h, p.x, sum.x, first.x, second.x);
-    p.y = update_rule(h, p.y, sum.y, first.y, second.y);
-    p.z = update_rule(h, p.z, sum.z, first.z, second.z);
-    p.w = update_rule(h, p.w, sum.w, first.w, second.w);
-    if (has_first_slot()) *(float4*)(ENGINE.first_slot + at) = first;
-    if (has_second_slot()) *(float4*)(ENGINE.second_slot + at) = second;
-    *(float4*)(ENGINE.parameters + at) = p;
-    if (ENGINE.ema) {
-        float4 mean = float4_at(ENGINE.ema, at);
-        mean.x = average(h.ema_decay, mean.x, p.x);
-        mean.y = average(h.ema_decay, mean.y, p.y);
-        mean.z = average(h.ema_decay, mean.z, p.z);
-        mean.w = average(h.ema_decay, mean.w, p.w);
+    __device__ __forceinline__ void load(i64 at) {
+        value = float4_at(ENGINE.parameters, at);
+        first = has_first_slot() ? float4_at(ENGINE.first_slot, at) : zeros();
+        second = has_second_slot() ? float4_at(ENGINE.second_slot, at) : zeros();
+        mean = ENGINE.ema ? float4_at(ENGINE.ema, at) : zeros();
+    }
+    __device__ __forceinline__ void update(const Hyper& h, const float4& sum) {
+        value.x = update_rule(h, value.x, sum.x, first.x, second.x);
+        value.y = update_rule(h, value.y, sum.y, first.y, second.y);
+        value.z = update_rule(h, value.z, sum.z, first.z, second.z);
+        value.w = update_rule(h, value.w, sum.w, first.w, second.w);
+    }
+    __device__ __forceinline__ void store(const Hyper& h, i64 at) {
+        if (has_first_slot()) *(float4*)(ENGINE.first_slot + at) = first;
+        if (has_second_slot()) *(float4*)(ENGINE.second_slot + at) = second;
+        *(float4*)(ENGINE.parameters + at) = value;
+        if (!ENGINE.ema) return;
+        mean.x = average(h.ema_decay, mean.x, value.x);
+        mean.y = average(h.ema_decay, mean.y, value.y);
+        mean.z = average(h.ema_decay, mean.z, value.z);
+        mean.w = average(h.ema_decay, mean.w, value.w);
         *(float4*)(ENGINE.ema + at) = mean;
     }
-    return p;
+};
+
+// Where four weights (r, c) to (r, c + 3) lie, and whether they exist and may be moved as one.
+__device__ __forceinline__ i64 weight_place(const Layer& layer, int r, int c) {
+    return layer.weight_offset + (i64)r * layer.fan_out + c;
+}
+__device__ __forceinline__ bool has_weights(const Layer& layer, int r, int c) {
+    return r < layer.fan_in && c < layer.fan_out;
 }
 
-// Four weights of a layer from their gradient sums: masters, slots, average and copy at once.
-__device__ __forceinline__ void weight_update(const Layer& layer, const Hyper& h, int r, int c, float4& v) {
-    if (r >= layer.fan_in || c >= layer.fan_out) return;
-    const i64 at = layer.weight_offset + (i64)r * layer.fan_out + c;
+__device__ __forceinline__ Parameters load_weights(const Layer& layer, int r, int c) {
+    Parameters parameters = {};
+    if (has_weights(layer, r, c) && layer.fan_out % 4 == 0) parameters.load(weight_place(layer, r, c));
+    return parameters;
+}
+
+// Four weights from their gradient sums: masters, slots, average and copy at once.
+__device__ __forceinline__ void weight_update(
+    const Layer& layer, const Hyper& h, int r, int c, const float4& v, Parameters& parameters) {
+    if (!has_weights(layer, r, c)) return;
+    const i64 at = weight_place(layer, r, c);
     Element* copy = layer.weight + (i64)r * layer.ld_out + c;
     if (layer.fan_out % 4 == 0) {
-        store_quad(copy, update_quad(h, at, v));
+        parameters.update(h, v);
+        parameters.store(h, at);
+        store_quad(copy, parameters.value);
         return;
     }
-    const float sums[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
+#pragma unroll 1
     for (int k = 0; k < 4; ++k)
-        if (c + k < layer.fan_out) copy[k] = to_element(update_parameter(h, at + k, sums[k]));
+        if (c + k < layer.fan_out) copy[k] = to_element(update_parameter(h, at + k, part(v, k)));
 }
 
-__device__ __forceinline__ void weight_gradient(const Layer& layer, int r, int c, float4& v) {
-    if (r >= layer.fan_in || c >= layer.fan_out) return;
-    float* at = ENGINE.gradient + layer.weight_offset + (i64)r * layer.fan_out + c;
+__device__ __forceinline__ void weight_gradient(const Layer& layer, int r, int c, const float4& v) {
+    if (!has_weights(layer, r, c)) return;
+    float* at = ENGINE.gradient + weight_place(layer, r, c);
     if (layer.fan_out % 4 == 0) {
         *(float4*)at = v;
         return;
     }
-    const float sums[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-        if (c + k < layer.fan_out) at[k] = sums[k];
+        if (c + k < layer.fan_out) at[k] = part(v, k);
 }

@@ -49,41 +49,53 @@ struct Staged {
     }
 };
 
-// The results of a tile in shared memory, whatever main loop they came from.
+// The results of a tile in shared memory, whatever main loop they came from. A thread keeps to four neighbouring
+// columns, so that what belongs to columns stays in its registers; a warp reads and writes whole rows.
 template <class S>
 struct OutputTile {
-    static constexpr int STRIDE = S::N + 4, BYTES = S::M * STRIDE * 4;
+    static constexpr int STRIDE = S::N + 8, BYTES = S::M * STRIDE * 4;
+    static constexpr int QUADS = S::N / 4;
+    static constexpr int PASS = THREADS / QUADS < S::M ? THREADS / QUADS : S::M;  // rows at a time
+    static_assert(THREADS % QUADS == 0 && S::M % PASS == 0, "threads share the rows out evenly");
 
-    // f(row in tile, col in tile, float4&) for every group of four neighbours; f may change them.
-    template <class F>
-    static __device__ __forceinline__ void for_each_quad(float* tile, const F& f) {
-        constexpr int QUADS = S::M * S::N / 4;
-#pragma unroll 2
-        for (int i = threadIdx.x; i < QUADS; i += THREADS) {
-            const int r = i / (S::N / 4), c = i % (S::N / 4) * 4;
-            float4* where = (float4*)(tile + r * STRIDE + c);
-            float4 v = *where;
-            f(r, c, v);
-            *where = v;
+    static __device__ __forceinline__ int column() { return threadIdx.x % QUADS * 4; }
+    static __device__ __forceinline__ bool has_rows() { return threadIdx.x < PASS * QUADS; }
+
+    // finish(row in tile, four results, prepare(row in tile)); the loads that `prepare` makes for AHEAD rows are
+    // under way before the first of them is finished.
+    template <int AHEAD, class Prepare, class Finish>
+    static __device__ __forceinline__ void for_each_row(const float* tile, const Prepare& prepare, const Finish& finish) {
+        constexpr int ROWS = S::M / PASS, STEP = ROWS < AHEAD ? ROWS : AHEAD;
+        static_assert(ROWS % STEP == 0, "whole steps");
+        if (!has_rows()) return;
+        const float* own = tile + threadIdx.x / QUADS * STRIDE + column();
+        int r = threadIdx.x / QUADS;
+#pragma unroll 1
+        for (int step = 0; step < ROWS / STEP; ++step) {
+            decltype(prepare(0)) known[STEP];
+#pragma unroll
+            for (int i = 0; i < STEP; ++i) known[i] = prepare(r + i * PASS);
+#pragma unroll
+            for (int i = 0; i < STEP; ++i) finish(r + i * PASS, *(const float4*)(own + i * PASS * STRIDE), known[i]);
+            r += STEP * PASS;
+            own += STEP * PASS * STRIDE;
         }
     }
+    template <class Finish>
+    static __device__ __forceinline__ void for_each_row(const float* tile, const Finish& finish) {
+        for_each_row<2>(tile, [](int) { return 0; }, [&](int r, const float4& v, int) { finish(r, v); });
+    }
 
-    // Adds up the columns in a fixed order and writes the first `cols` sums to `out`. All threads call it.
-    static __device__ __forceinline__ void column_sums(const float* tile, float* out, int cols) {
-        constexpr int GROUPS = THREADS >= S::N ? THREADS / S::N : 1, ROWS = S::M / GROUPS;
-        __shared__ float sums[GROUPS][S::N];
-        static_assert(S::N <= THREADS && S::M % GROUPS == 0, "every thread has whole columns or equal parts");
+    // Adds up every thread's sums of its four columns in a fixed order and writes the first `cols` to `out`. The tile
+    // is used up. All threads call it.
+    static __device__ __forceinline__ void column_sums(float* tile, const float4& own, float* out, int cols) {
         __syncthreads();
-        const int n = threadIdx.x % S::N, group = threadIdx.x / S::N;
-        float sum = 0.f;
-#pragma unroll 8
-        for (int r = 0; r < ROWS; ++r) sum += tile[(group * ROWS + r) * STRIDE + n];
-        sums[group][n] = sum;
+        if (has_rows()) *(float4*)(tile + threadIdx.x / QUADS * S::N + column()) = own;
         __syncthreads();
-        if (group == 0 && n < cols) {
-            sum = sums[0][n];
+        for (int n = threadIdx.x; n < S::N && n < cols; n += THREADS) {
+            float sum = 0.f;
 #pragma unroll
-            for (int g = 1; g < GROUPS; ++g) sum += sums[g][n];
+            for (int g = 0; g < PASS; ++g) sum += tile[g * S::N + n];
             out[n] = sum;
         }
         __syncthreads();

@@ -44,8 +44,13 @@ extern __shared__ __align__(128) u8 dynamic_shared[];
 __device__ __forceinline__ Element* stages() { return (Element*)dynamic_shared; }
 __device__ __forceinline__ float* output_tile() { return (float*)dynamic_shared; }  // takes the place of the stages
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Softmax needs whole rows: they lie in one tile where the classes are few, else a phase of its own reads the logits.
+__device__ __forceinline__ bool softmax_apart() {
+    return LOSS == SOFTMAX_CROSS_ENTROPY && ENGINE.layer[ENGINE.layers - 1].fan_out > TILE_N;
+}
 __device__ __forceinline__ int output_parts(int rows) {  // of the last layer's column sums
-    return ceil_div(rows, LOSS == SOFTMAX_CROSS_ENTROPY ? LOSS_ROWS : TILE_M);
+    return ceil_div(rows, softmax_apart() ? LOSS_ROWS : TILE_M);
 }
 
 __device__ __forceinline__ const Element* layer_input(int l, const Batch& batch) {
@@ -71,11 +76,11 @@ __device__ __forceinline__ void forward_tiles(int l, const Batch& batch, int row
 
 __device__ __noinline__ void forward_hidden(int l, const Batch& batch, const float* flat, int rows, Flags* flags) {
     const Layer& layer = ENGINE.layer[l];
-    const float* bias = flat + layer.bias_offset;
     u32 largest = 0;
     forward_tiles(l, batch, rows, [&](int, int m0, int n0) {
-        Output::for_each_quad(output_tile(), [&](int r, int c, float4& v) {
-            hidden_output(layer, bias, rows, m0 + r, n0 + c, v, largest);
+        const Columns columns(layer, n0 + Output::column(), flat);
+        Output::for_each_row(output_tile(), [&](int r, const float4& v) {
+            hidden_output(layer, columns, rows, m0 + r, v, largest);
         });
     });
     if (flags) warp_largest(&flags->output[l + 1], largest);
@@ -90,48 +95,80 @@ __device__ __forceinline__ void put_loss(int part, float loss, Flags& flags) {
     }
 }
 
+// One row by one warp: error to its place (and through `keep(column, error)`), its weighted loss to lane 0.
+template <class Keep>
+__device__ __forceinline__ float softmax_error(
+    const Layer& layer, const Batch& batch, const float* logits, int r, u32& largest, const Keep& keep) {
+    const float weight = row_weight(batch, r);
+    Element* error = layer.error + (i64)r * layer.ld_out;
+    const float loss = softmax_row(
+        logits, layer.fan_out, LABELS ? batch.labels[r] : 0,
+        LABELS ? nullptr : batch.targets + (i64)r * layer.fan_out, [&](int c, float slope) {
+            largest = max(largest, magnitude_bits(weight * slope));
+            error[c] = to_element(weight * slope);
+            keep(c, weight * slope);
+        });
+    for (int c = layer.fan_out + (threadIdx.x & 31); c < layer.ld_out; c += 32) error[c] = to_element(0.f);
+    return (threadIdx.x & 31) == 0 ? weight * loss : 0.f;
+}
+
+// The rows of the output tile, which holds all columns; becomes their errors.
+__device__ __forceinline__ float softmax_tile(const Layer& layer, const Batch& batch, int rows, int m0, u32& largest) {
+    float loss = 0.f;
+    const float* bias = ENGINE.parameters + layer.bias_offset;
+    for (int r = threadIdx.x >> 5; r < TILE_M; r += THREADS / 32) {
+        float* row = output_tile() + r * Output::STRIDE;
+        for (int c = threadIdx.x & 31; c < layer.fan_out; c += 32) row[c] = m0 + r < rows ? row[c] + bias[c] : 0.f;
+        __syncwarp();
+        if (m0 + r < rows)
+            loss += softmax_error(layer, batch, row, m0 + r, largest, [&](int c, float error) { row[c] = error; });
+    }
+    return loss;
+}
+
 __device__ __noinline__ void forward_output(const Batch& batch, int rows, Flags& flags) {
     const int l = ENGINE.layers - 1;
     const Layer& layer = ENGINE.layer[l];
-    const float* bias = ENGINE.parameters + layer.bias_offset;
     u32 largest = 0;
     forward_tiles(l, batch, rows, [&](int t, int m0, int n0) {
-        if (LOSS == SOFTMAX_CROSS_ENTROPY) {
-            Output::for_each_quad(output_tile(), [&](int r, int c, float4& v) {
-                network_output(layer, bias, ENGINE.logits, rows, m0 + r, n0 + c, v);
+        const Columns columns(layer, n0 + Output::column(), ENGINE.parameters);
+        if (softmax_apart()) {
+            Output::for_each_row(output_tile(), [&](int r, const float4& v) {
+                network_output(layer, columns, ENGINE.logits, rows, m0 + r, v);
             });
-        } else {
-            float loss = 0.f;
-            Output::for_each_quad(output_tile(), [&](int r, int c, float4& v) {
-                output_error(layer, bias, batch, rows, m0 + r, n0 + c, v, loss, largest);
-            });
-            put_loss(t, loss, flags);
-            Output::column_sums(
-                output_tile(), layer.column_sums + (i64)(m0 / TILE_M) * layer.ld_out + n0, layer.ld_out - n0);
+            return;
         }
+        float loss = 0.f;
+        float4 sum = zeros();
+        if (LOSS == SOFTMAX_CROSS_ENTROPY) {
+            loss = softmax_tile(layer, batch, rows, m0, largest);
+            __syncthreads();
+            Output::for_each_row(output_tile(), [&](int, const float4& v) { add_to(sum, v); });
+        } else {
+            Output::for_each_row<2>(
+                output_tile(), [&](int r) { return load_wanted(layer, columns, batch, rows, m0 + r); },
+                [&](int r, const float4& v, const Wanted& wanted) {
+                    add_to(sum, output_error(layer, columns, wanted, rows, m0 + r, v, loss, largest));
+                });
+        }
+        put_loss(t, loss, flags);
+        Output::column_sums(
+            output_tile(), sum, layer.column_sums + (i64)(m0 / TILE_M) * layer.ld_out + n0, layer.ld_out - n0);
     });
-    if (LOSS != SOFTMAX_CROSS_ENTROPY) warp_largest(&flags.error[l], largest);
+    if (!softmax_apart()) warp_largest(&flags.error[l], largest);
 }
 
 // Softmax cross-entropy from the logits, a warp a row.
 __device__ __noinline__ void softmax_rows(const Batch& batch, int rows, Flags& flags) {
-    const int l = ENGINE.layers - 1, lane = threadIdx.x & 31;
+    const int l = ENGINE.layers - 1;
     const Layer& layer = ENGINE.layer[l];
     u32 largest = 0;
     for (int t = blockIdx.x; t * LOSS_ROWS < rows; t += gridDim.x) {
         const int end = min(rows, (t + 1) * LOSS_ROWS);
         float loss = 0.f;
         for (int r = t * LOSS_ROWS + (threadIdx.x >> 5); r < end; r += THREADS / 32) {
-            const float weight = row_weight(batch, r);
-            Element* error = layer.error + (i64)r * layer.ld_out;
-            const float of_row = softmax_row(
-                ENGINE.logits + (i64)r * layer.fan_out, layer.fan_out, LABELS ? batch.labels[r] : 0,
-                LABELS ? nullptr : batch.targets + (i64)r * layer.fan_out, [&](int c, float slope) {
-                    largest = max(largest, magnitude_bits(weight * slope));
-                    error[c] = to_element(weight * slope);
-                });
-            for (int c = layer.fan_out + lane; c < layer.ld_out; c += 32) error[c] = to_element(0.f);
-            if (lane == 0) loss += weight * of_row;
+            const float* logits = ENGINE.logits + (i64)r * layer.fan_out;
+            loss += softmax_error(layer, batch, logits, r, largest, [](int, float) {});
         }
         put_loss(t, loss, flags);  // the rows' errors are written when it returns
         for (int c = threadIdx.x; c < layer.fan_out; c += THREADS) {
@@ -155,11 +192,15 @@ __device__ __noinline__ void backward(int l, int rows, Flags& flags) {  // error
         Backward product;
         product.run(a, b, m0, n0, 0, layer.fan_out, stages());
         product.stage(output_tile());
-        Output::for_each_quad(output_tile(), [&](int r, int c, float4& v) {
-            hidden_error(below, rows, m0 + r, n0 + c, v, largest);
-        });
+        const Columns columns(below, n0 + Output::column(), nullptr);
+        float4 sum = zeros();
+        Output::for_each_row<4>(
+            output_tile(), [&](int r) { return load_slope(below, columns, rows, m0 + r); },
+            [&](int r, const float4& v, const float4& slope) {
+                add_to(sum, hidden_error(below, columns, rows, m0 + r, v, slope, largest));
+            });
         Output::column_sums(
-            output_tile(), below.column_sums + (i64)(m0 / TILE_M) * below.ld_out + n0, below.ld_out - n0);
+            output_tile(), sum, below.column_sums + (i64)(m0 / TILE_M) * below.ld_out + n0, below.ld_out - n0);
     }
     warp_largest(&flags.error[l - 1], largest);
 }
@@ -226,10 +267,14 @@ __device__ __forceinline__ void weight_task(int l, int task, const Batch& batch,
     product.run(a, b, m0, n0, split * depth, min(rows, (split + 1) * depth), stages());
     if (layer.splits > 1 && !add_splits(product, layer, tile, split)) return;
     product.stage(output_tile());
-    GradientOutput::for_each_quad(output_tile(), [&](int r, int c, float4& v) {
-        if (direct) weight_update(layer, h, m0 + r, n0 + c, v);
-        else weight_gradient(layer, m0 + r, n0 + c, v);
-    });
+    const int c = n0 + GradientOutput::column();
+    if (direct)
+        GradientOutput::for_each_row<2>(
+            output_tile(), [&](int r) { return load_weights(layer, m0 + r, c); },
+            [&](int r, const float4& v, Parameters& parameters) { weight_update(layer, h, m0 + r, c, v, parameters); });
+    else
+        GradientOutput::for_each_row(
+            output_tile(), [&](int r, const float4& v) { weight_gradient(layer, m0 + r, c, v); });
     __syncthreads();
 }
 
@@ -255,7 +300,7 @@ __device__ __forceinline__ void bias_task(int l, int task, int rows, bool direct
 
 // Block 0: the loss of the step, in the order of its parts, and the tally.
 __device__ __forceinline__ void finish_loss(int s, int rows, float weight) {
-    const int across = LOSS == SOFTMAX_CROSS_ENTROPY ? 1 : ceil_div(ENGINE.layer[ENGINE.layers - 1].fan_out, TILE_N);
+    const int across = softmax_apart() ? 1 : ceil_div(ENGINE.layer[ENGINE.layers - 1].fan_out, TILE_N);
     const int parts = output_parts(rows) * across;
     double loss = 0.;
     for (int part = threadIdx.x; part < parts; part += THREADS) loss += ENGINE.loss_partials[part];
@@ -315,7 +360,7 @@ __device__ __forceinline__ void train_step(
     }
     forward_output(batch, rows, flags);
     barrier.wait();
-    if (LOSS == SOFTMAX_CROSS_ENTROPY) {
+    if (softmax_apart()) {
         softmax_rows(batch, rows, flags);
         barrier.wait();
     }
@@ -335,7 +380,7 @@ __device__ __forceinline__ void train_step(
     if (blockIdx.x == 0) finish_loss(s, rows, flags.weight);
     if (s + 1 < end) {
         const StepInfo following = ENGINE.steps[s + 1];
-        gather_rows(raw, following.first, following.rows, ENGINE.batches[s + 1 & 1], &next.output[0]);
+        gather_rows<RAW_TYPE>(raw, following.first, following.rows, ENGINE.batches[s + 1 & 1], &next.output[0]);
     }
     barrier.wait();
     if (!direct && !ENGINE.deferred) {
@@ -355,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) train_steps(
 
     if (apply_first && !progress.frozen) apply_gradient(begin - 1, barrier, progress);
     if (begin < end)
-        gather_rows(
+        gather_rows<RAW_TYPE>(
             raw, ENGINE.steps[begin].first, ENGINE.steps[begin].rows, ENGINE.batches[begin & 1],
             &control.flags[begin & 1].output[0]);
     barrier.wait();
@@ -379,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) forward_rows(
     const Raw raw = {inputs, nullptr, nullptr, nullptr, nullptr};
     const Batch& batch = ENGINE.batches[0];
     GridBarrier barrier(&ENGINE.control->forward_barrier);
-    gather_rows(raw, 0, rows, batch, nullptr);
+    gather_rows<RAW_F32>(raw, 0, rows, batch, nullptr);
     barrier.wait();
     const int last = ENGINE.layers - 1;
     for (int l = 0; l < last; ++l) {
@@ -388,9 +433,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) forward_rows(
     }
     const Layer& layer = ENGINE.layer[last];
     forward_tiles(last, batch, rows, [&](int, int m0, int n0) {
-        Output::for_each_quad(output_tile(), [&](int r, int c, float4& v) {
-            network_output(layer, flat + layer.bias_offset, out, rows, m0 + r, n0 + c, v);
-        });
+        const Columns columns(layer, n0 + Output::column(), flat);
+        Output::for_each_row(
+            output_tile(), [&](int r, const float4& v) { network_output(layer, columns, out, rows, m0 + r, v); });
     });
 }
 
