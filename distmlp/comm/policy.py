@@ -5,6 +5,7 @@ The one place that prints errors, aborts MPI and chooses exit codes. Imports not
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import signal
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 # Ranks that failed by themselves tell each other for so long; then the first of them speaks and ends the job
 # before the next one's turn.
-_EXCHANGE_SECONDS = 1.0
+_EXCHANGE_SECONDS = 0.5
 _TURN_SECONDS, _LAST_TURN = 0.3, 10
 
 
@@ -75,7 +76,7 @@ def leave(code: int) -> NoReturn:
     world = _current()
     if world is None or world.communicator is None:
         if code != 0 and rank_hint() > 0:
-            time.sleep(_EXCHANGE_SECONDS)  # launchers kill the others when one ends: rank 0 has to speak first
+            time.sleep(2 * _EXCHANGE_SECONDS)  # launchers kill the others when one ends: rank 0 has to speak first
         sys.exit(code)
     from distmlp.comm import world as worlds
 
@@ -94,8 +95,12 @@ def abandon(code: int) -> NoReturn:
     os._exit(code)
 
 
-def install_excepthook() -> None:
-    """Make an uncaught exception in a user's own script end the whole job, as `guarded` does for the commands."""
+def guard_script() -> None:
+    """Make an uncaught exception in a user's own script end the whole job, as `guarded` does for the commands, and
+    MPI be finalized when the script ends well."""
+    from distmlp.comm import world as worlds
+
+    atexit.register(worlds.close)
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

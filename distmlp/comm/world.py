@@ -177,6 +177,7 @@ def _open_mpi(launch: hints.Launch | None) -> World:
     if mpi.COMM_WORLD.size == 1:
         return World(None, library)
     policy.release_output()
+    policy.guard_script()
     # Our own communicator: a user's script may have messages of its own under way.
     world = World(mpi.COMM_WORLD.Dup(), library)
     limit_blas_threads(world)
