@@ -15,7 +15,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-from mutations import mutate
+from data.mutations import mutate
 
 from distmlp.data.inspection import Inspected, inspect_files
 from distmlp.data.shards import Rows, Shards, check_shapes
