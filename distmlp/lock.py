@@ -30,7 +30,7 @@ class OutputLock:
     def __init__(self, directory: Path) -> None:
         self.path = directory / NAME
         self._me = _myself()
-        while not self._create():
+        while not _appear(self.path, self._me):
             self._remove_dead_owner()
         self._released = threading.Event()
         threading.Thread(target=self._beat, name="output lock", daemon=True).start()
@@ -47,26 +47,6 @@ class OutputLock:
         """Whether the lock is still ours: no other job has taken this one for dead."""
         return _read(self.path).get("token") == self._me["token"]
 
-    def _create(self) -> bool:
-        temporary = self.path.with_name(f"{NAME}.{self._me['token']}")
-        content = (json.dumps(self._me) + "\n").encode()
-        _write_new(temporary, content)
-        try:
-            os.link(temporary, self.path)
-            return True
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
-                raise
-        finally:
-            temporary.unlink()
-        try:  # no hard links here: exclusive creation, with a moment in which the file is still empty
-            _write_new(self.path, content)
-            return True
-        except FileExistsError:
-            return False
-
     def _remove_dead_owner(self) -> None:
         owner = _read(self.path)
         if _alive(owner, self.path):
@@ -74,13 +54,18 @@ class OutputLock:
                 f"output {self.path.parent}: in use by another job: {_describe(owner)}; choose another run.output "
                 f"or wait for its end (a dead one is noticed within {DEAD_SECONDS:.0f} s, or remove {self.path})"
             )
-        aside = self.path.with_name(f"{NAME}.{secrets.token_hex(8)}")
-        with suppress(FileNotFoundError):  # another job may be doing the same; only one rename moves each file
-            os.rename(self.path, aside)
-            if _read(aside) != owner:  # it was faster, and this is its new lock: give it back
-                with suppress(OSError):
-                    os.link(aside, self.path)
-            aside.unlink()
+        # One at a time: whoever judged the old owner dead a moment ago must not remove the lock of its successor.
+        turn = self.path.with_name(f"{NAME}.turn")
+        if not _appear(turn, self._me):
+            if not _fresh(turn):
+                turn.unlink(missing_ok=True)  # of a job that died in these few lines
+            time.sleep(0.02)
+            return
+        try:
+            if _read(self.path) == owner:
+                self.path.unlink(missing_ok=True)
+        finally:
+            turn.unlink(missing_ok=True)
 
     def _beat(self) -> None:
         while not self._released.wait(BEAT_SECONDS):
@@ -124,16 +109,19 @@ def _alive(owner: dict[str, Any], path: Path) -> bool:
         return _started(owner["pid"]) == owner.get("started") != ""
     if owner.get("job") and owner["job"] == here["job"] and owner.get("restart") != here["restart"]:
         return False  # an earlier start of this very job, requeued since
+    return _fresh(path)
+
+
+def _fresh(path: Path) -> bool:
+    """Whether a file was touched lately, by the file server's clock and not ours."""
+    probe = path.with_name(f"{NAME}.{secrets.token_hex(8)}")
+    _write_new(probe, b"")
     try:
-        seen = path.stat().st_mtime
-        probe = path.with_name(f"{NAME}.{here['token']}")
-        _write_new(probe, b"")  # the file server's clock, not ours
-        try:
-            return probe.stat().st_mtime - seen < DEAD_SECONDS
-        finally:
-            probe.unlink()
+        return probe.stat().st_mtime - path.stat().st_mtime < DEAD_SECONDS
     except FileNotFoundError:
         return False
+    finally:
+        probe.unlink()
 
 
 def _describe(owner: dict[str, Any]) -> str:
@@ -148,6 +136,28 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(file.read(4096))
         return content if isinstance(content, dict) else {}
     return {}
+
+
+def _appear(path: Path, content: dict[str, Any]) -> bool:
+    """Create `path` with its content at once; False where it exists. Raises OSError."""
+    data = (json.dumps(content) + "\n").encode()
+    temporary = path.with_name(f"{NAME}.{secrets.token_hex(8)}")
+    _write_new(temporary, data)
+    try:
+        os.link(temporary, path)
+        return True
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+    finally:
+        temporary.unlink()
+    try:  # no hard links here: exclusive creation, with a moment in which the file is still empty
+        _write_new(path, data)
+        return True
+    except FileExistsError:
+        return False
 
 
 def _write_new(path: Path, content: bytes) -> None:
