@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from distmlp.comm.device_probe import DeviceProbe
 from distmlp.comm.hints import read_launch
 from distmlp.comm.threads import USER_VARIABLES
 from distmlp.config import RunConfig
@@ -149,7 +151,7 @@ def _sweep(
                 finished = sweep.train(name, count, batch * count if mode == "weak" else batch, streams)
                 points.append((mode, finished))
                 _tell(name, finished)
-            exchanges += _exchanges(sweep, count, 4 * alone.network.parameter_count, notes)
+            exchanges += _exchanges(sweep, count, alone, notes)
     except ChildFailed as failure:
         if points:
             print(f"the sweep ended early; the report in {out} holds the points before that")
@@ -235,13 +237,20 @@ def _thread_notes(environment: dict[str, str], most: int) -> list[str]:
     return [f"{most} ranks were to share {cores} cores: beyond {cores} ranks the CPU itself limits speed-up"]
 
 
-def _exchanges(sweep: Sweep, ranks: int, gradient_bytes: int, notes: list[str]) -> list[AllReduce]:
-    """All-reduces over `ranks` ranks, measured by themselves in a run of their own; a note where that fails."""
-    try:
-        said = sweep.start(
-            ranks, ["-m", "distmlp.tools.scaling_exchange", str(gradient_bytes)], f"all-reduce, {ranks} ranks"
-        )
-        return [AllReduce(ranks, int(size), us) for size, us in json.loads(said.strip().splitlines()[-1])]
-    except (ChildFailed, ValueError, IndexError) as failure:
-        notes.append(f"the all-reduce over {ranks} ranks was not measured by itself: {failure}")
-        return []
+def _exchanges(sweep: Sweep, ranks: int, alone: FinishedRun, notes: list[str]) -> list[AllReduce]:
+    """All-reduces over `ranks` ranks, measured by themselves in runs of their own; a note where that fails."""
+    ways = [["host"]]
+    if alone.summary["engine"] == "fused":
+        ways += [["device MPI"]] if DeviceProbe().result().works else []
+        ways += [["NCCL"]] if importlib.util.find_spec("cupy_backends.cuda.libs.nccl") else []
+    found = []
+    for way in ways:
+        arguments = ["-m", "distmlp.tools.scaling_exchange", str(4 * alone.network.parameter_count), *way]
+        try:
+            said = sweep.start(ranks, arguments, f"{way[0]} all-reduce, {ranks} ranks")
+            times = json.loads(said.strip().splitlines()[-1])
+        except (ChildFailed, ValueError, IndexError) as failure:
+            notes.append(f"the {way[0]} all-reduce over {ranks} ranks was not measured by itself: {failure}")
+            continue
+        found += [AllReduce(ranks, size, us, name) for name, size, us in times]
+    return found

@@ -54,7 +54,8 @@ def build_report(
         _point(point, source, run, blocks[id(run)], measured[0], gradient_bytes, target_loss)
         for point, source, (_, run) in zip(measured, sources, pairs, strict=True)
     ]
-    prediction = _prediction(measured, base.batch, gradient_bytes, exchanges)
+    used = [e for e in exchanges if e.way in {_way(run) for run in runs if run.ranks > 1}]
+    prediction = _prediction(measured, base.batch, gradient_bytes, used)
     links = [bus_bandwidth(e.ranks, e.bytes, e.us) for e in exchanges]
     return {
         "format": FORMAT,
@@ -73,13 +74,13 @@ def build_report(
         f"{measured[0].step_us:.4g} µs a step over {base.batch} rows",
         "points": table,
         "exchanges": [
-            {"ranks": e.ranks, "bytes": e.bytes, "us": e.us, "bytes_per_second": link}
+            {"way": e.way, "ranks": e.ranks, "bytes": e.bytes, "us": e.us, "bytes_per_second": link}
             for e, link in zip(exchanges, links, strict=True)
         ],
         "link_bytes_per_second": max(links, default=None),
         **prediction,
         "target_loss": target_loss,
-        "warnings": [*notes, *_warnings(runs, table), *_doubts(prediction["prediction_errors"])],
+        "warnings": [*notes, *_warnings(runs, table), *_doubts(prediction["prediction_errors"]), *_slower(exchanges)],
     }
 
 
@@ -241,6 +242,25 @@ def _warnings(runs: Sequence[FinishedRun], table: Sequence[dict[str, Any]]) -> l
         if spread > SPREAD_WARNED:
             found.append(f"{point['mode']}, {point['ranks']} ranks: the blocks spread by {spread:.0%} of their median")
     return list(dict.fromkeys(found))
+
+
+def _way(run: FinishedRun) -> str:
+    """The way of `AllReduce` that this run's gradients went; none of them where the kernel itself exchanges."""
+    on_gpu = {"mpi": "device MPI", "nccl": "NCCL", "staged": "host"}
+    return "host" if run.summary["engine"] == "reference" else on_gpu.get(run.summary["transport"], "")
+
+
+def _slower(exchanges: Sequence[AllReduce]) -> list[str]:
+    """MPI on GPU memory that is slower than host memory, as where the library copies to the host to add."""
+    host = {(e.ranks, e.bytes): e.us for e in exchanges if e.way == "host"}
+    slow = [e for e in exchanges if e.way == "device MPI" and e.us > host.get((e.ranks, e.bytes), e.us)]
+    if not slow:
+        return []
+    worst = max(slow, key=lambda e: e.us / host[e.ranks, e.bytes])
+    return [
+        f"MPI's all-reduce of {worst.bytes:,} bytes over {worst.ranks} ranks takes {worst.us:.0f} µs in GPU memory, "
+        f"{host[worst.ranks, worst.bytes]:.0f} µs in host memory: compare --set run.transport=staged"
+    ]
 
 
 def _doubts(errors: Sequence[dict[str, Any]]) -> list[str]:

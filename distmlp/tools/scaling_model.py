@@ -23,11 +23,12 @@ from distmlp.tools.scaling_math import Measured, all_reduce_volume
 
 @dataclass(frozen=True)
 class AllReduce:
-    """One all-reduce measured by itself: `bytes` over `ranks` took `us` microseconds."""
+    """One all-reduce measured by itself: `bytes` over `ranks` took `us` microseconds. `way`: how it went."""
 
     ranks: int
     bytes: int
     us: float
+    way: str = "host"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,10 @@ from tools.finished_runs import GPUS, write_run, write_sweep
 from distmlp.errors import ConfigError, DataError, SystemUnfitError
 from distmlp.tools.launcher import launch_command
 from distmlp.tools.scaling import ChildFailed, run_scaling
+from distmlp.tools.scaling_build import build_report
+from distmlp.tools.scaling_model import AllReduce
 from distmlp.tools.scaling_report import run_compare
+from distmlp.tools.scaling_runs import FinishedRun, modes_of
 
 KEYS = {
     "mode", "ranks", "global_batch", "us_per_step_median", "samples_per_second", "speedup", "efficiency",
@@ -100,6 +103,18 @@ def test_time_to_a_target_loss(tmp_path):
     assert "s to loss ≤ 0.34" in (tmp_path / "out" / "report.html").read_text()
     missed = report_of([tmp_path / "one"], tmp_path / "missed", target_loss=0.01)
     assert missed["points"][0]["seconds_to_target"] is None
+
+
+def test_the_model_takes_the_all_reduce_that_the_runs_took_and_slower_device_memory_is_hinted_at(tmp_path):
+    runs = modes_of([FinishedRun.read(path) for path in write_sweep(tmp_path)])
+    host = [AllReduce(2, size, 3.0 + size / 1e4, "host") for size in (4096, 1 << 20)]
+    device = [AllReduce(2, size, 30.0 + size / 1e3, "device MPI") for size in (4096, 1 << 20)]
+    report = build_report(runs, [*host, *device])
+    assert report["model"]["latency_us"] == pytest.approx(15.0)
+    assert report["model"]["bandwidth_bytes_per_second"] == pytest.approx(1e9)
+    assert [exchange["way"] for exchange in report["exchanges"]] == ["host", "host", "device MPI", "device MPI"]
+    assert any("run.transport=staged" in warning for warning in report["warnings"])
+    assert not any("run.transport=staged" in warning for warning in build_report(runs, host)["warnings"])
 
 
 @pytest.mark.parametrize(
