@@ -10,6 +10,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -86,10 +87,13 @@ def leave(code: int) -> NoReturn:
 
 
 def abandon(code: int) -> NoReturn:
-    """End the whole job at once with `code`, wherever the other ranks are."""
+    """End the whole job at once with `code`, wherever the other ranks are. From any thread."""
     _flush()
     world = _current()
-    if world is not None:
+    beside = threading.current_thread() is not threading.main_thread()
+    if world is not None and (not beside or world.thread_multiple):
+        if beside:  # MPI_Abort may have to wait for the main thread to leave MPI
+            threading.Timer(2, os._exit, (code,)).start()
         with suppress(Exception):
             world.abort(code)
     os._exit(code)

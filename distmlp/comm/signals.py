@@ -1,14 +1,16 @@
-"""Requests to stop. A handler only sets a flag; ranks agree on it at the next step boundary.
+"""Requests to stop. The first signal only sets a flag; ranks agree on it at the next step boundary.
 
 SIGTERM and SIGINT come from people and launchers, SIGUSR1 and SIGUSR2 from batch systems that announce the
-time limit (`sbatch --signal=USR1@60`). Nothing is written inside a handler: it may run in the middle of a save.
+time limit (`sbatch --signal=USR1@60`). Nothing is saved by a handler: it may run in the middle of a save.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -22,10 +24,14 @@ ECHO_SECONDS = 0.5
 
 
 class StopRequest:
-    """Turns signals into a flag while it is installed (use as a context manager).
+    """Turns signals into a flag while it is installed (use as a context manager, in the main thread).
 
     The first signal sets `requested`; a further one that is not an echo of the first ends the whole job at
     once with 128 + its number, as the shell reports a process that a signal killed.
+
+    Python runs handlers between instructions of the main thread, which may be inside MPI, waiting for a rank
+    that never comes. So the signals' numbers go down a pipe, written by the C part of Python's handling, and a
+    thread acts on them.
     """
 
     def __init__(self) -> None:
@@ -33,23 +39,50 @@ class StopRequest:
         self.name = ""  # of the first signal, such as "SIGTERM"
         self._first = 0.0
         self._previous: dict[int, Any] = {}
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python refuses handlers
-            for number in SIGNALS:
-                self._previous[number] = signal.signal(number, self._handle)
+        if threading.current_thread() is not threading.main_thread():  # elsewhere Python refuses handlers
+            return self
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._previous_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            self._previous[number] = signal.signal(number, _ignore)
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._thread is None:
+            return
         for number, handler in self._previous.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._previous.clear()
+        signal.set_wakeup_fd(self._previous_wakeup)
+        with suppress(OSError):
+            os.write(self._write, b"\0")
+        self._thread.join(1)
+        os.close(self._write)
+        os.close(self._read)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _listen(self) -> None:
+        while numbers := os.read(self._read, 64):
+            for number in numbers:
+                if number == 0:
+                    return
+                if number in SIGNALS:  # others belong to somebody else
+                    self._take(number)
+
+    def _take(self, number: int) -> None:
         now = time.monotonic()
         if not self.requested:
-            self.requested, self.name, self._first = True, signal.Signals(number).name, now
+            self.name, self._first = signal.Signals(number).name, now
+            self.requested = True
         elif now - self._first > ECHO_SECONDS:
             policy.abandon(128 + number)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """A handler has to be there for the number to be written; the thread does the rest."""
