@@ -1,0 +1,25 @@
+"""Runs of the fused engine that are stopped or killed and go on: the same bits as if left alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.killing import kill_again_and_again
+from tests.faults.problem import losses, make_problem, record, sha256, train
+
+FUSED = ("--set", "run.engine=fused")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, precision):
+    toml = make_problem(tmp_path, checkpoint_every="1 hour", ema_decay=0.95, precision=precision)
+    train(toml, tmp_path / "whole", 0, "--set", "run.steps=20", *FUSED)
+    train(toml, tmp_path / "parts", 0, "--set", "run.steps=11", *FUSED)  # in the middle of an epoch
+    train(toml, tmp_path / "parts", 0, "--set", "run.steps=20", "--resume", *FUSED)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert sha256(tmp_path / "parts") == sha256(tmp_path / "whole")
+
+
+def test_twenty_kills(tmp_path):
+    steps = kill_again_and_again(tmp_path, 0, 20, *FUSED)
+    record("kills-fused", kills=20, resumes=20, steps=steps, same_weights=True)
