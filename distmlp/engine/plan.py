@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from distmlp.engine.plan_narrow import NarrowPlan, plan_narrow
-from distmlp.engine.plan_tiles import SHAPES, STATIC_BYTES, TileShape, choose_splits, choose_tile
+from distmlp.engine.plan_tiles import STATIC_BYTES, TileShape, choose_splits, choose_tile, shapes_for
 from distmlp.engine.tally import TALLY
 from distmlp.errors import SystemUnfitError
 from distmlp.network import Network
@@ -136,8 +136,7 @@ def make_plan(task: Task, device: Device, narrow: bool = True) -> Plan:
     product = "FMA" if task.precision == "fp32" or not device.has_tensor_cores else task.precision.upper()
     network, rows = task.network, max(1, task.rows)
     pairs = [(layer.fan_in, layer.fan_out) for layer in network.layers]
-    fitted = (shape.fitted(product, device.shared_bytes) for shape in SHAPES[product])
-    shapes = [shape for shape in fitted if shape is not None]
+    shapes = shapes_for(product, device.capability, device.shared_bytes)
     multiprocessors = device.multiprocessors
     products = [(rows, n, k) for k, n in pairs] + [(rows, k, n) for k, n in pairs[1:]]
     tile = choose_tile(shapes, product, products, multiprocessors)

@@ -3,6 +3,7 @@
 // warps, so all that follows the main loop is shared.
 #pragma once
 #include "tile.cuh"
+#if PRODUCT == BF16
 #include "wgmma.cuh"
 
 // A tile of ROWS × COLS elements as `wgmma` reads it. Rows are cut into columns of 64 elements (128 bytes), one column
@@ -90,3 +91,18 @@ struct WarpgroupProduct : Product<S, A_ROWS_M, B_ROWS_K> {
         return (u64)((at & 0x3ffff) >> 4) | (u64)(DEEP ? 1 : block * 2 / 16) << 16 | (u64)(1024 / 16) << 32 | 1ull << 62;
     }
 };
+#endif
+
+// The product by one main loop or the other.
+template <bool WARPGROUPS, class S, bool A_ROWS_M, bool B_ROWS_K>
+struct MainLoopOf {
+    typedef Product<S, A_ROWS_M, B_ROWS_K> Type;
+};
+#if PRODUCT == BF16
+template <class S, bool A_ROWS_M, bool B_ROWS_K>
+struct MainLoopOf<true, S, A_ROWS_M, B_ROWS_K> {
+    typedef WarpgroupProduct<S, A_ROWS_M, B_ROWS_K> Type;
+};
+#endif
+template <bool WARPGROUPS, class S, bool A_ROWS_M, bool B_ROWS_K>
+using MainLoop = typename MainLoopOf<WARPGROUPS, S, A_ROWS_M, B_ROWS_K>::Type;
