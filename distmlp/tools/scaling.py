@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from distmlp.errors import ConfigError, DistmlpError, SystemUnfitError
 from distmlp.tools.launcher import launch_command
 from distmlp.tools.scaling_build import build_report
 from distmlp.tools.scaling_model import AllReduce
-from distmlp.tools.scaling_report import write_report
+from distmlp.tools.scaling_report import require_packages, write_report
 from distmlp.tools.scaling_runs import FinishedRun, modes_of
 
 BLOCKS = 7  # timed blocks a point, beside the first log interval, which is warm-up
@@ -53,10 +53,10 @@ class Sweep:
     environment: dict[str, str]
     timed: tuple[str, ...]  # --set words that give the runs their length
 
-    def train(self, name: str, ranks: int, batch: int, streams: int, timed: Sequence[str] | None = None) -> FinishedRun:
+    def train(self, name: str, ranks: int, batch: int, streams: int) -> FinishedRun:
         """Run one point and read what it left. Raises ChildFailed with its last words."""
         output = self.directory / name
-        settings = [*self.overrides, f"data.batch={batch}", f"data.streams={streams}", *(timed or self.timed)]
+        settings = [*self.overrides, f"data.batch={batch}", f"data.streams={streams}", *self.timed]
         command = ["train", str(self.configuration), "--output", str(output), "--overwrite"]
         for setting in settings:
             command += ["--set", setting]
@@ -106,6 +106,7 @@ def run_scaling(
     each first reached this loss. Returns 0. Raises DistmlpError; a point that fails ends the sweep, with a report on
     those before it where there are any.
     """
+    require_packages()
     if from_:
         report = build_report(modes_of([FinishedRun.read(path) for path in from_]), target_loss=target_loss)
         return _conclude(report, out)
@@ -117,7 +118,6 @@ def run_scaling(
         raise ConfigError(f"scaling starts its ranks itself; run it without {launch.launcher}")
     config = RunConfig.load(run, set_)
     counts = _counts(ranks)
-    out.mkdir(parents=True, exist_ok=True)
     sweep = Sweep(
         run.absolute(), tuple(set_), launcher, (out / "runs").absolute(), _environment(max(counts)),
         _settings(steps, config, target_loss),
@@ -182,8 +182,7 @@ def _counts(text: str) -> list[int]:
     """Rank counts, ascending, the one-rank baseline always among them."""
     if not re.fullmatch(r"[1-9]\d{0,6}(\s*,\s*[1-9]\d{0,6})*", text.strip()):
         raise ConfigError(f"scaling --ranks {text}: expected rank counts such as 1,2,4")
-    counts = sorted({1, *map(int, text.split(","))})
-    return counts
+    return sorted({1, *map(int, text.split(","))})
 
 
 def _settings(steps: int, config: RunConfig, target_loss: float | None) -> tuple[str, ...]:
@@ -207,17 +206,11 @@ def _timed(block_steps: int, blocks: int) -> tuple[str, ...]:
 
 def _calibrated(sweep: Sweep, config: RunConfig, most: int) -> Sweep:
     """The sweep with blocks of about `BLOCK_SECONDS`, by the step time of a short one-rank run."""
-    short = _timed(CALIBRATION_STEPS, 3)
     with tempfile.TemporaryDirectory(prefix="distmlp-scaling-") as directory:
-        trial = Sweep(
-            sweep.configuration, sweep.overrides, sweep.launcher, Path(directory), sweep.environment, short
-        )  # fmt: skip
+        trial = replace(sweep, directory=Path(directory), timed=_timed(CALIBRATION_STEPS, 3))
         block = trial.train("calibration", 1, config.data.batch, max(config.data.streams, most)).blocks()[-1]
     steps = int(np.clip(BLOCK_SECONDS * block.steps / block.seconds, 5, 20000))
-    return Sweep(
-        sweep.configuration, sweep.overrides, sweep.launcher, sweep.directory, sweep.environment,
-        _timed(steps, BLOCKS + 1),
-    )  # fmt: skip
+    return replace(sweep, timed=_timed(steps, BLOCKS + 1))
 
 
 def _environment(most: int) -> dict[str, str]:
@@ -225,13 +218,17 @@ def _environment(most: int) -> dict[str, str]:
     environment = dict(os.environ)
     if not any(variable in environment for variable in USER_VARIABLES):
         nodes = int(environment.get("SLURM_JOB_NUM_NODES", "1"))
-        threads = max(1, len(os.sched_getaffinity(0)) * nodes // most)
+        threads = max(1, _cores() * nodes // most)
         environment["OMP_NUM_THREADS"] = environment["OPENBLAS_NUM_THREADS"] = str(threads)
     return environment
 
 
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _thread_notes(environment: dict[str, str], most: int) -> list[str]:
-    cores = len(os.sched_getaffinity(0))
+    cores = _cores()
     if "SLURM_JOB_ID" in environment or most <= cores:
         return []
     return [f"{most} ranks were to share {cores} cores: beyond {cores} ranks the CPU itself limits speed-up"]
@@ -239,18 +236,18 @@ def _thread_notes(environment: dict[str, str], most: int) -> list[str]:
 
 def _exchanges(sweep: Sweep, ranks: int, alone: FinishedRun, notes: list[str]) -> list[AllReduce]:
     """All-reduces over `ranks` ranks, measured by themselves in runs of their own; a note where that fails."""
-    ways = [["host"]]
+    ways = ["host"]
     if alone.summary["engine"] == "fused":
-        ways += [["device MPI"]] if DeviceProbe().result().works else []
-        ways += [["NCCL"]] if importlib.util.find_spec("cupy_backends.cuda.libs.nccl") else []
+        ways += ["device MPI"] if DeviceProbe().result().works else []
+        ways += ["NCCL"] if importlib.util.find_spec("cupy_backends.cuda.libs.nccl") else []
     found = []
     for way in ways:
-        arguments = ["-m", "distmlp.tools.scaling_exchange", str(4 * alone.network.parameter_count), *way]
+        arguments = ["-m", "distmlp.tools.scaling_exchange", str(4 * alone.network.parameter_count), way]
         try:
-            said = sweep.start(ranks, arguments, f"{way[0]} all-reduce, {ranks} ranks")
+            said = sweep.start(ranks, arguments, f"{way} all-reduce, {ranks} ranks")
             times = json.loads(said.strip().splitlines()[-1])
         except (ChildFailed, ValueError, IndexError) as failure:
-            notes.append(f"the {way[0]} all-reduce over {ranks} ranks was not measured by itself: {failure}")
+            notes.append(f"the {way} all-reduce over {ranks} ranks was not measured by itself: {failure}")
             continue
-        found += [AllReduce(ranks, size, us, name) for name, size, us in times]
+        found += [AllReduce(ranks, size, us, way) for _, size, us in times]
     return found

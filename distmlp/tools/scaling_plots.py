@@ -6,8 +6,6 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distmlp.errors import SystemUnfitError
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -20,13 +18,9 @@ CAUSES = {
 
 
 def plots(report: dict[str, Any]) -> dict[str, Figure]:
-    """`speedup`, `efficiency` and `breakdown`. Raises SystemUnfitError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure  # no pyplot: no display, no global state
-    except ImportError:
-        raise SystemUnfitError(
-            "scaling: the plots need matplotlib, the page jinja2; pip install 'distmlp[report]' brings both"
-        ) from None
+    """`speedup`, `efficiency` and `breakdown`."""
+    from matplotlib.figure import Figure  # no pyplot: no display, no global state
+
     figures = {
         name: Figure(figsize=(7.5, 3.9), layout="constrained") for name in ("speedup", "efficiency", "breakdown")
     }

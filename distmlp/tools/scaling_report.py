@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,19 @@ FORMAT = "distmlp-scaling"
 FORMAT_VERSION = 1
 
 
+def require_packages() -> None:
+    """Raise SystemUnfitError where what draws the report is missing: before a sweep, not after it."""
+    missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SystemUnfitError(
+            f"scaling: the report needs {' and '.join(missing)}; pip install 'distmlp[report]' brings them"
+        )
+
+
 def write_report(report: dict[str, Any], directory: Path) -> None:
     """Write all files of a report into `directory`, `report.json` last.
 
-    Raises SystemUnfitError when jinja2 or matplotlib is missing, CheckpointError when a file cannot be written.
+    Raises CheckpointError when a file cannot be written.
     """
     figures = plots(report)
     page = render(report, {name: as_svg(figure) for name, figure in figures.items()})
@@ -35,10 +45,8 @@ def write_report(report: dict[str, Any], directory: Path) -> None:
 
 def render(report: dict[str, Any], svgs: dict[str, str]) -> str:
     """The page, with nothing outside itself."""
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError:
-        raise SystemUnfitError("scaling: report.html needs jinja2; pip install 'distmlp[report]' brings it") from None
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     environment = Environment(
         loader=PackageLoader("distmlp.tools"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )

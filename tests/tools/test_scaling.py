@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -241,6 +242,16 @@ def test_bad_arguments(real_run, tmp_path, arguments, message):
     options = {"ranks": "1,2", "mode": "weak", **arguments}
     with pytest.raises(ConfigError, match=message):
         run_scaling(real_run, options.pop("ranks"), options.pop("mode"), tmp_path / "out", **options)
+
+
+def test_packages_for_the_report_are_asked_for_before_the_sweep(real_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, found=importlib.util.find_spec: None if name == "jinja2" else found(name),
+    )
+    with pytest.raises(SystemUnfitError, match=r"needs jinja2; pip install 'distmlp\[report\]'"):
+        run_scaling(real_run, "1", "weak", tmp_path / "out", steps=8)
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_launcher_is_a_clear_refusal(monkeypatch):
