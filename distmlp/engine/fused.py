@@ -67,7 +67,7 @@ class FusedEngine:
             config.run.ema_decay > 0, world.size, "f4" if sample is None else raw_type(sample),
         )  # fmt: skip
         self.plan: Plan = make_plan(task, device, narrow)
-        self.precision = config.run.precision if device.has_tensor_cores else "fp32"
+        self.precision: str = config.run.precision if device.has_tensor_cores else "fp32"
         self._state = DeviceState(config, self.plan, standardization, self._ledger, poison)
         self._own = own
         self._rows = None if feed is None or own is None or sample is None else self._place_rows(feed, own, sample)
@@ -93,7 +93,7 @@ class FusedEngine:
         self._state.load(state)
 
     def state(self, spare: State | None = None) -> State:
-        return self._state.state()
+        return self._state.state(spare)
 
     def train(self, epoch: int, first: int, rates: NDArray) -> StepReport:
         feed, rows = self._feed, self._rows
