@@ -137,19 +137,21 @@ class DeviceState:
     def _put_flat(self, name: str, values: NDArray) -> None:
         self.ledger.upload(self.arena.address(name), np.ascontiguousarray(values, np.float32))
 
-    def state(self) -> State:
-        """A copy of everything a step changes."""
+    def state(self, spare: State | None = None) -> State:
+        """A copy of everything a step changes, in the arrays of `spare` where they fit."""
+        old = spare or State(np.empty(0))
         return State(
-            self._flat("parameters"),
-            {name: self._flat(buffer) for name, buffer in self._slots.items()},
-            self._flat("ema") if self.arena.has("ema") else None,
+            self._flat("parameters", old.parameters),
+            {name: self._flat(buffer, old.slots.get(name)) for name, buffer in self._slots.items()},
+            self._flat("ema", old.ema) if self.arena.has("ema") else None,
             int(self.control()["step"]),
         )
 
-    def _flat(self, name: str) -> NDArray:
-        values = np.empty(self.network.size, np.float32)
-        self.ledger.download(self.arena.address(name), values)
-        return values
+    def _flat(self, name: str, spare: NDArray | None) -> NDArray:
+        if spare is None or spare.size != self.network.size or spare.dtype != np.float32:
+            spare = np.empty(self.network.size, np.float32)
+        self.ledger.download(self.arena.address(name), spare)
+        return spare
 
     def control(self) -> NDArray:
         """The counters that outlive a launch."""
