@@ -8,7 +8,7 @@ compiled.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from distmlp.network import Network
@@ -17,7 +17,6 @@ MAX_WIDTH = 128
 BLOCK_BYTES = 128  # 8 x 8 bfloat16
 CHUNK = 128  # parameters that a block updates at a time
 GROUP_THREADS = 128
-TALLY = 8
 
 # Registers a thread may spend on weight gradients, by the widest layer: what is left beside a layer's sums and
 # operands before the compiler spills (256 threads of 255 registers; measured with ptxas for sm_80 and sm_90a).
@@ -34,6 +33,11 @@ class Item:
     group: int
     offset: int
     floats: int  # a thread
+
+    @property
+    def columns(self) -> int:
+        """Blocks of eight columns that are weights."""
+        return self.floats // 4 - self.out_major
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,16 @@ class NarrowPlan:
         """Floats a thread keeps for weight gradients."""
         return max(item.offset + item.floats for item in self.items)
 
-    def partial_floats(self, size: int) -> int:
-        """Floats of the buffer of partial sums; `size` is `Network.size`."""
-        return self.blocks * (size + TALLY)
+    @property
+    def chunks(self) -> int:
+        """Pieces of the parameters, padding included, that blocks add up and update: weights, then biases."""
+        biases = sum(_padded(width) for width in self.widths[1:])
+        return 4 * sum(item.columns for item in self.items) + -(-biases // CHUNK)
+
+    @property
+    def partial_bytes(self) -> int:
+        """Of the buffer of partial sums."""
+        return self.blocks * (self.chunks + 1) * CHUNK * 4
 
     def macros(self) -> dict[str, str]:
         """Compile-time definitions, see kernels/narrow_shape.cuh."""
@@ -93,8 +104,9 @@ def plan_narrow(network: Network, rows: int, multiprocessors: int, shared_limit:
         items = _share_items(widths, groups=2)
         if shared <= shared_limit and items is not None:
             tiles = -(-rows // (64 * chains))
-            blocks = min(multiprocessors, max(tiles, -(-network.size // CHUNK)))
-            return NarrowPlan(widths, network.activations, chains, 2, blocks, items, shared, _image_bytes(widths))
+            turns = -(-tiles // multiprocessors)
+            plan = NarrowPlan(widths, network.activations, chains, 2, 0, items, shared, _image_bytes(widths))
+            return replace(plan, blocks=min(multiprocessors, max(-(-tiles // turns), plan.chunks)))
     return None
 
 

@@ -30,54 +30,96 @@ __device__ __forceinline__ void write_ones() {
     }
 }
 
-// This block's tiles of a step; partial sums out.
-__device__ __forceinline__ void sum_tiles(const Raw& raw, const StepInfo& info, float* partial) {
-    const u32 shared = shared_address(dynamic_shared);
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = __shfl_sync(~0u, threadIdx.x >> 7, 0);
-    const Chain chain = {shared, (const float*)(dynamic_shared + SCALES_AT), 2 * warp};
-    const int tiles = (info.rows + TILE - 1) / TILE;
-    Totals totals = {};
-    float sums[SUMS];
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) sums[i] = 0.f;
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        if (CHAINS == GROUPS || group < CHAINS) {
-            const int at = tile * TILE + 16 * warp;
-            const RowPair rows = pick_rows(raw, info.first, info.rows, at + (lane >> 2));
-            u32 a[2 * columns(0)];
-            chain.load_inputs(raw, info, rows, at, a);
-            if ((lane & 3) == 0) totals.weight += rows.weight[0] + rows.weight[1];
-            chain.forward<0>(a, raw, rows, totals);
-            publish_operands();
-        }
-        __syncthreads();
-        add_tile<0>(group, sums, shared);
-        __syncthreads();
-    }
-    Limit limit = {false};
-    write_items<0>(group, sums, partial, limit);
-    write_totals(totals, (float*)(dynamic_shared + EXCHANGE_AT), partial, limit);
-}
+// A block's way through its tiles. The inputs of the tile to come are already in shared memory, `rows` its rows.
+struct Tiles {
+    const Raw& raw;
+    Chain chain;
+    int group, warp, lane;
+    RowPair rows;
 
-// f(flat element, its place, its gradient summed over `count` producers) for this block's slice; threads 0 to 127.
-// `before` is called ahead of the loads, with the element.
-template <class Before, class F>
-__device__ __forceinline__ void for_each_sum(const float* partials, int count, const Before& before, const F& f) {
+    __device__ __forceinline__ explicit Tiles(const Raw& raw_) : raw(raw_) {
+        warp = threadIdx.x >> 5;
+        lane = threadIdx.x & 31;
+        group = __shfl_sync(~0u, threadIdx.x >> 7, 0);
+        chain = {shared_address(dynamic_shared), (const float*)(dynamic_shared + SCALES_AT), 2 * warp};
+    }
+    __device__ __forceinline__ bool works() const { return CHAINS == GROUPS || group < CHAINS; }
+    __device__ __forceinline__ int first_row(int tile) const { return tile * TILE + 16 * warp; }
+
+    // The block's first tile of a step, without anything to hide the loads behind.
+    __device__ __forceinline__ void stage(const StepInfo& info) {
+        if (!works()) return;
+        const int at = first_row(blockIdx.x);
+        rows.pick(raw, info, at + (lane >> 2));
+        rows.load(raw);
+        Chain::Inputs inputs;
+        chain.load_inputs(raw, rows, inputs);
+        chain.store_inputs(raw, info, rows, at, inputs);
+    }
+
+    // All tiles of a step, then the partial sums. What follows a step's last tile is the first of `following`.
+    __device__ __forceinline__ void run(const StepInfo& info, const StepInfo& following, float* partial) {
+        const int tiles = (info.rows + TILE - 1) / TILE;
+        Totals totals = {};
+        float sums[SUMS];
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) sums[i] = 0.f;
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            const bool more = tile + (int)gridDim.x < tiles;
+            const StepInfo next_info = more ? info : following;
+            const int next_at = first_row(more ? tile + gridDim.x : blockIdx.x);
+            RowPair next;
+            Chain::Inputs inputs;
+            if (works()) {
+                Chain::Targets targets;
+                chain.load_targets(raw, rows, targets);
+                next.pick(raw, next_info, next_at + (lane >> 2));
+                u32 a[2 * columns(0)];
+                chain.read_inputs(a);
+                if ((lane & 3) == 0) totals.weight += rows.weight[0] + rows.weight[1];
+                chain.forward<0>(a, raw, rows, targets, totals);
+                publish_operands();
+                next.load(raw);
+                chain.load_inputs(raw, next, inputs);
+            }
+            __syncthreads();
+            add_tile<0>(group, sums, chain.shared);
+            __syncthreads();
+            if (works()) {
+                rows = next;
+                chain.store_inputs(raw, next_info, rows, next_at, inputs);
+            }
+        }
+        settle(sums);
+        Limit limit = {false};
+        write_items<0>(group, sums, partial, limit);
+        write_totals(totals, (float*)(dynamic_shared + EXCHANGE_AT), partial, limit);
+    }
+};
+
+// f(place, gradient summed over `count` producers) for this block's chunks; threads 0 to 127. `before(place)` is called
+// ahead of the loads of all chunks but the first, `between` once, by all threads, while those of the first arrive.
+template <class Before, class Between, class F>
+__device__ __forceinline__ void for_each_sum(
+    const float* partials, int count, const Place& first, const Before& before, const Between& between, const F& f) {
     float* scratch = (float*)(dynamic_shared + EXCHANGE_AT);
     for (int chunk = blockIdx.x; chunk < CHUNKS; chunk += gridDim.x) {
-        const int e = chunk * CHUNK + threadIdx.x;
-        Place place = {-1, -1, 0, 0};
-        if (threadIdx.x < CHUNK && e < FLAT_SIZE) place = locate(e);
-        if (place.layer >= 0) before(e, chunk != blockIdx.x);
+        Place place = first;
+        if (chunk != blockIdx.x) {
+            __syncthreads();  // `scratch` has been read
+            place.flat = -1;
+            if (threadIdx.x < CHUNK) place = locate(chunk, threadIdx.x);
+            if (place.flat >= 0) before(place);
+        }
         sum_chunk(partials, count, chunk, scratch + (threadIdx.x >> 5) * WARP_SUMS);
+        if (chunk == blockIdx.x) between();
         __syncthreads();
-        if (place.layer >= 0) {
+        if (place.flat >= 0) {
             float sum = 0.f;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) sum += scratch[w * WARP_SUMS + threadIdx.x];
-            f(e, place, sum);
+            f(place, sum);
         }
-        __syncthreads();
     }
 }
 
@@ -87,57 +129,64 @@ __device__ __forceinline__ void refresh_weights(const Buffers& buffers) {
     __syncthreads();
 }
 
-// Sums, update and new weights in one go between two barriers.
+// Sums, update and new weights in one go between two barriers. `place`: of this thread in the block's first chunk.
 __device__ __forceinline__ void update_directly(
-    int s, bool last, int count, const Buffers& buffers, GridBarrier& barrier, Progress& progress) {
+    int s, bool last, int count, const Place& place, const Buffers& buffers, GridBarrier& barrier, Progress& progress) {
     __shared__ Hyper hyper;
-    const int e = blockIdx.x * CHUNK + threadIdx.x;
     Parameter own = {};
-    if (threadIdx.x < CHUNK && e < FLAT_SIZE) own.load(e);
+    if (place.flat >= 0) own.load(place.flat);
     wait_meanwhile(barrier, [&] { set_hyper(hyper, ENGINE.steps[s].rate, 1.f, progress.step + 1); });
-    const StepTotals totals = sum_tallies(buffers.partials, count);
-    Hyper h = hyper;
-    h.scale = 1.f / totals.weight;
-    const bool update = !totals.bad && totals.weight != 0.f;
-    if (update) {
-        for_each_sum(
-            buffers.partials, count,
-            [&](int element, bool again) {
-                if (again) own.load(element);
-            },
-            [&](int element, const Place& place, float sum) {
-                own.value = update_rule(h, own.value, sum, own.first, own.second);
-                own.mean = average(h.ema_decay, own.mean, own.value);
-                own.store(element);
-                publish(buffers, place, own.value);
-            });
-        ++progress.step;
-    } else if (totals.bad) {
+    Tallies tallies;
+    tallies.load(buffers.partials, 0, count);
+    StepTotals totals;
+    Hyper h;
+    for_each_sum(
+        buffers.partials, count, place, [&](const Place& other) { own.load(other.flat); },
+        [&] {
+            totals = sum_tallies(tallies, buffers.partials, count);
+            h = hyper;
+            h.scale = 1.f / totals.weight;
+        },
+        [&](const Place& at, float sum) {
+            if (totals.bad || totals.weight == 0.f) return;
+            own.value = update_rule(h, own.value, sum, own.first, own.second);
+            own.mean = average(h.ema_decay, own.mean, own.value);
+            own.store(at.flat);
+            publish(buffers, at, own.value);
+        });
+    if (blockIdx.x >= CHUNKS) totals = sum_tallies(tallies, buffers.partials, count);
+    if (totals.bad) {
         if (ENGINE.stop_on_nonfinite) progress.frozen = true;
         else ++progress.skipped;
+    } else if (totals.weight != 0.f) {
+        ++progress.step;
     }
     if (blockIdx.x == 0 && threadIdx.x == 0)
         ENGINE.results[s] = StepResult{
             totals.loss, totals.weight, !totals.bad ? DONE : ENGINE.stop_on_nonfinite ? NOT_FINITE : LEFT_OUT};
     barrier.wait();
-    if (update && !last) refresh_weights(buffers);
+    if (!last) refresh_weights(buffers);
 }
 
 // The sums to the flat gradient, the tally behind it.
 __device__ __forceinline__ void reduce_to_gradient(
-    int s, const StepInfo& info, int count, const Buffers& buffers, GridBarrier& barrier) {
+    int s, const StepInfo& info, int count, const Place& place, const Buffers& buffers, GridBarrier& barrier) {
     barrier.wait();
-    const StepTotals totals = sum_tallies(buffers.partials, count);
     for_each_sum(
-        buffers.partials, count, [](int, bool) {},
-        [&](int element, const Place&, float sum) { ENGINE.gradient[element] = sum; });
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-        float* tally = ENGINE.gradient + ENGINE.size;
-        for (int i = 0; i < TALLY; ++i) tally[i] = 0.f;
-        tally[TALLY_LOSS] = totals.bad ? __int_as_float(0x7fc00000) : (float)totals.loss;
-        tally[TALLY_WEIGHT] = totals.weight;
-        tally[TALLY_ROWS] = (float)info.rows;
-        ENGINE.results[s] = StepResult{totals.loss, totals.weight, DONE};
+        buffers.partials, count, place, [](const Place&) {}, [] {},
+        [&](const Place& at, float sum) { ENGINE.gradient[at.flat] = sum; });
+    if (blockIdx.x == 0 && threadIdx.x < 32) {
+        Tallies tallies;
+        tallies.load(buffers.partials, 0, count);
+        const StepTotals totals = sum_tallies(tallies, buffers.partials, count);
+        if (threadIdx.x == 0) {
+            float* tally = ENGINE.gradient + ENGINE.size;
+            for (int i = 0; i < TALLY; ++i) tally[i] = 0.f;
+            tally[TALLY_LOSS] = totals.bad ? __int_as_float(0x7fc00000) : (float)totals.loss;
+            tally[TALLY_WEIGHT] = totals.weight;
+            tally[TALLY_ROWS] = (float)info.rows;
+            ENGINE.results[s] = StepResult{totals.loss, totals.weight, DONE};
+        }
     }
 }
 
@@ -165,6 +214,11 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) narrow_st
     publish_all(buffers);
     barrier.wait();
     refresh_weights(buffers);
+    Place place = {0, 0, 0, -1, 0};
+    if (threadIdx.x < CHUNK && blockIdx.x < CHUNKS) place = locate(blockIdx.x, threadIdx.x);
+    Tiles tiles(raw);
+    const StepInfo none = {0.f, 0, 0};
+    if (begin < end) tiles.stage(ENGINE.steps[begin]);
     for (int s = begin; s < end; ++s) {
         if (progress.frozen) {
             if (blockIdx.x == 0 && threadIdx.x == 0) ENGINE.results[s] = StepResult{0., 0.f, NOT_RUN};
@@ -173,13 +227,14 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) narrow_st
 #if !NARROW_DIRECT
         if (blockIdx.x == 0 && threadIdx.x == 0) control.flags[s + 1 & 1].gradient_not_finite = 0;
 #endif
-        const StepInfo info = ENGINE.steps[s];
+        const StepInfo info = ENGINE.steps[s], following = s + 1 < end ? ENGINE.steps[s + 1] : none;
         const int count = producers(info.rows);
-        if (blockIdx.x < count) sum_tiles(raw, info, partials + (i64)blockIdx.x * PARTIAL_STRIDE);
+        if (blockIdx.x < count) tiles.run(info, following, partials + (i64)blockIdx.x * PARTIAL_STRIDE);
+        else if (blockIdx.x < producers(following.rows)) tiles.stage(following);
 #if NARROW_DIRECT
-        update_directly(s, s + 1 == end, count, buffers, barrier, progress);
+        update_directly(s, s + 1 == end, count, place, buffers, barrier, progress);
 #else
-        reduce_to_gradient(s, info, count, buffers, barrier);
+        reduce_to_gradient(s, info, count, place, buffers, barrier);
         barrier.wait();
         if (!ENGINE.deferred) {
             apply_gradient(s, barrier, progress);

@@ -74,21 +74,32 @@ struct Chain {
         return fragment_address(shared + CONSTANT(delta_at(I)), row_block, CONSTANT(columns(I)));
     }
 
-    // Raw rows to the first fragments, kept in shared memory too. `at`: position of the warp's first row in the batch.
-    __device__ __forceinline__ void load_inputs(
-        const Raw& raw, const StepInfo& info, const RowPair& rows, int at, u32 (&a)[2 * columns(0)]) const {
-        const u32 address = activation_fragment<0>();
+    // Inputs of the warp's 16 rows on their way to shared memory: loads that are waited for only when they are stored.
+    struct Inputs {
+        float2 x[2 * columns(0)];  // halves of rows (i & 1) and of 16 columns (i >> 1)
+    };
+    __device__ __forceinline__ void load_inputs(const Raw& raw, const RowPair& rows, Inputs& inputs) const {
+        const int t = threadIdx.x & 3;
+        const bool plain = ENGINE.raw_type == RAW_F32;
+#pragma unroll
+        for (int i = 0; i < CONSTANT(2 * columns(0)); ++i) {
+            const float* row = (const float*)raw.inputs + rows.row[i & 1] * width(0);
+            inputs.x[i] = plain && rows.there[i & 1] ? load_columns<width(0)>(row, (i >> 1) * 8 + 2 * t)
+                                                     : make_float2(0.f, 0.f);
+        }
+    }
+    // `at`: position of the warp's first row in the batch.
+    __device__ __forceinline__ void store_inputs(
+        const Raw& raw, const StepInfo& info, const RowPair& rows, int at, const Inputs& inputs) const {
         if (ENGINE.raw_type == RAW_F32) {
             const int t = threadIdx.x & 3;
             u32 pairs[2 * columns(0)];
 #pragma unroll
-            for (int i = 0; i < CONSTANT(2 * columns(0)); ++i) {  // halves of rows (i & 1) and columns (i >> 1)
-                float2 x = make_float2(0.f, 0.f);
-                const float* row = (const float*)raw.inputs + rows.row[i & 1] * width(0);
-                if (rows.there[i & 1]) x = load_columns<width(0)>(row, (i >> 1) * 8 + 2 * t, scales, 0);
-                pairs[i] = pack_pair(x.x, x.y);
+            for (int i = 0; i < CONSTANT(2 * columns(0)); ++i) {
+                const float2 x = scale_columns<width(0)>(inputs.x[i], (i >> 1) * 8 + 2 * t, scales, 0);
+                pairs[i] = rows.there[i & 1] ? pack_pair(x.x, x.y) : 0u;
             }
-            store_fragments<columns(0), activation_columns(0)>(address, pairs);
+            store_fragments<columns(0), activation_columns(0)>(activation_fragment<0>(), pairs);
         } else {  // element by element, so that there is one copy of the conversions
             u8* matrix = dynamic_shared + CONSTANT(activation_at(0));
             constexpr int COLUMNS = padded(0), STRIDE = activation_columns(0);
@@ -101,7 +112,10 @@ struct Chain {
             }
         }
         __syncwarp();
-        // Loaded again on either way: operands that come from two branches make the compiler serialise `wgmma`.
+    }
+    // Operands that come from two branches make the compiler serialise `wgmma`: they are read back on either way.
+    __device__ __forceinline__ void read_inputs(u32 (&a)[2 * columns(0)]) const {
+        const u32 address = activation_fragment<0>();
 #pragma unroll
         for (int k = 0; k < CONSTANT(columns(0) / 2); ++k) {
             u32 piece[4];
@@ -110,9 +124,28 @@ struct Chain {
             for (int i = 0; i < 4; ++i) a[4 * k + i] = piece[i];
         }
     }
-    __device__ __forceinline__ float2 load_targets(const Raw& raw, const RowPair& rows, int half, int column) const {
+
+    // Targets are asked for ahead of the first layer where there are registers for them.
+    static constexpr bool EARLY_TARGETS = !LABELS && OUTPUT_COLUMNS <= 4;
+    struct Targets {
+        float2 x[EARLY_TARGETS ? 2 * OUTPUT_COLUMNS : 1];
+    };
+    __device__ __forceinline__ float2 load_target(const Raw& raw, const RowPair& rows, int half, int column) const {
         if (!rows.there[half]) return make_float2(0.f, 0.f);
-        return load_columns<OUTPUTS>(raw.targets + rows.row[half] * OUTPUTS, column, scales, CONSTANT(padded(0)));
+        return load_columns<OUTPUTS>(raw.targets + rows.row[half] * OUTPUTS, column);
+    }
+    __device__ __forceinline__ void load_targets(const Raw& raw, const RowPair& rows, Targets& targets) const {
+        if (EARLY_TARGETS) {
+#pragma unroll
+            for (int i = 0; i < 2 * OUTPUT_COLUMNS; ++i)
+                targets.x[i] = load_target(raw, rows, i & 1, (i >> 1) * 8 + 2 * (threadIdx.x & 3));
+        }
+    }
+    __device__ __forceinline__ float2 target(
+        const Raw& raw, const RowPair& rows, const Targets& targets, int half, int block) const {
+        const int column = block * 8 + 2 * (threadIdx.x & 3);
+        const float2 x = EARLY_TARGETS ? targets.x[2 * block + half] : load_target(raw, rows, half, column);
+        return scale_columns<OUTPUTS>(x, column, scales, CONSTANT(padded(0)));
     }
 
     template <int COLUMNS, int STRIDE>
@@ -124,8 +157,9 @@ struct Chain {
 
     // Layer L and all that follow, then backward. `a`: this warp's rows of the layer's input.
     template <int L>
-    __device__ __forceinline__ void forward(const u32 (&a)[2 * columns(L)], const Raw& raw, const RowPair& rows,
-                                            Totals& totals) const {
+    __device__ __forceinline__ void forward(
+        const u32 (&a)[2 * columns(L)], const Raw& raw, const RowPair& rows, const Targets& targets,
+        Totals& totals) const {
         constexpr int OUT = columns(L + 1), KIND = activation(L);
         float z[4 * OUT];
         const Operand<OUT * BLOCK_BYTES, BLOCK_BYTES, true> weight{shared + CONSTANT(weight_at(L))};
@@ -152,10 +186,10 @@ struct Chain {
             store_fragments<OUT, activation_columns(L + 1)>(activation_fragment<L + 1>(), next);
             // The place of dZ is free until it is known: the slope waits there.
             if (stores_slope(KIND)) store_fragments<OUT, OUT>(delta_fragment<L + 1>(), slope);
-            forward<L + 1>(next, raw, rows, totals);
+            forward<L + 1>(next, raw, rows, targets, totals);
         } else {
             u32 dz[2 * OUT];
-            output(z, raw, rows, totals, dz);
+            output(z, raw, rows, targets, totals, dz);
             store_fragments<OUT, OUT>(delta_fragment<LAYERS>(), dz);
             backward<LAYERS - 1>(dz);
         }
@@ -187,12 +221,12 @@ struct Chain {
 
     // Loss and its gradient at the output layer's sums `z`.
     __device__ __forceinline__ void output(
-        float (&z)[4 * OUTPUT_COLUMNS], const Raw& raw, const RowPair& rows, Totals& totals,
+        float (&z)[4 * OUTPUT_COLUMNS], const Raw& raw, const RowPair& rows, const Targets& targets, Totals& totals,
         u32 (&dz)[2 * OUTPUT_COLUMNS]) const {
         if (LOSS == SOFTMAX_CROSS_ENTROPY)
-            softmax(z, raw, rows, totals);
+            softmax(z, raw, rows, targets, totals);
         else
-            elementwise(z, raw, rows, totals);
+            elementwise(z, raw, rows, targets, totals);
 #pragma unroll
         for (int i = 0; i < 2 * OUTPUT_COLUMNS; ++i) dz[i] = pack_pair(z[2 * i], z[2 * i + 1]);
         if (CHAIN_SUMS_BIAS) {
@@ -205,19 +239,20 @@ struct Chain {
     }
 
     __device__ __forceinline__ void elementwise(
-        float (&z)[4 * OUTPUT_COLUMNS], const Raw& raw, const RowPair& rows, Totals& totals) const {
+        float (&z)[4 * OUTPUT_COLUMNS], const Raw& raw, const RowPair& rows, const Targets& targets,
+        Totals& totals) const {
         const int t = threadIdx.x & 3;
         float loss[2] = {0.f, 0.f};
 #pragma unroll
         for (int i = 0; i < 2 * OUTPUT_COLUMNS; ++i) {
             const int half = i & 1, column = (i >> 1) * 8 + 2 * t;
-            const float2 target = load_targets(raw, rows, half, column);
+            const float2 goal = target(raw, rows, targets, half, i >> 1);
             const float scale = rows.weight[half] * (1.f / OUTPUTS);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 float slope, out_slope;
                 const float y = activate(OUTPUT_ACTIVATION, z[2 * i + e], out_slope);
-                const float l = output_loss(y, e ? target.y : target.x, ENGINE.huber_delta, slope);
+                const float l = output_loss(y, e ? goal.y : goal.x, ENGINE.huber_delta, slope);
                 const bool counts = rows.there[half] && column + e < OUTPUTS;
                 loss[half] += counts ? l : 0.f;
                 z[2 * i + e] = counts ? scale * slope * out_slope : 0.f;
@@ -237,18 +272,19 @@ struct Chain {
     }
 
     __device__ __forceinline__ void softmax(
-        float (&z)[4 * OUTPUT_COLUMNS], const Raw& raw, const RowPair& rows, Totals& totals) const {
+        float (&z)[4 * OUTPUT_COLUMNS], const Raw& raw, const RowPair& rows, const Targets& targets,
+        Totals& totals) const {
         const int t = threadIdx.x & 3;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const bool there = rows.there[half];
             float largest = -__int_as_float(0x7f800000), total = 0.f, mass = 0.f, inner = 0.f;
-            float2 target[OUTPUT_COLUMNS];
+            float2 goals[OUTPUT_COLUMNS];
 #pragma unroll
             for (int j = 0; j < OUTPUT_COLUMNS; ++j) {
                 const int column = 8 * j + 2 * t;
-                target[j] = LABELS ? make_float2(column == rows.label[half], column + 1 == rows.label[half])
-                                   : load_targets(raw, rows, half, column);
+                goals[j] = LABELS ? make_float2(column == rows.label[half], column + 1 == rows.label[half])
+                                   : target(raw, rows, targets, half, j);
 #pragma unroll
                 for (int e = 0; e < 2; ++e)
                     if (column + e < OUTPUTS) largest = fmaxf(largest, z[4 * j + 2 * half + e]);
@@ -259,7 +295,7 @@ struct Chain {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& value = z[4 * j + 2 * half + e];
-                    const float shifted = value - largest, goal = e ? target[j].y : target[j].x;
+                    const float shifted = value - largest, goal = e ? goals[j].y : goals[j].x;
                     const bool counts = 8 * j + 2 * t + e < OUTPUTS;
                     value = counts ? expf(shifted) : 0.f;
                     total += value;
@@ -275,8 +311,8 @@ struct Chain {
 #pragma unroll
             for (int j = 0; j < OUTPUT_COLUMNS; ++j) {
                 float* value = z + 4 * j + 2 * half;
-                value[0] = there ? weight * (value[0] * scale - target[j].x) : 0.f;
-                value[1] = there ? weight * (value[1] * scale - target[j].y) : 0.f;
+                value[0] = there ? weight * (value[0] * scale - goals[j].x) : 0.f;
+                value[1] = there ? weight * (value[1] * scale - goals[j].y) : 0.f;
             }
             if (there && t == 0) totals.loss += weight * (mass * logf(total) - inner);
         }

@@ -11,9 +11,6 @@ struct Buffers {
     u8* image;        // (IMAGE_BYTES,) bf16 weights in blocks, float32 biases; the padding is zero
 };
 
-constexpr int CHUNK = 128;  // parameters a block sums at a time: one float4 a lane, producers shared by the warps
-constexpr int CHUNKS = (FLAT_SIZE + CHUNK - 1) / CHUNK;
-
 // `barrier.wait()`, with something for thread 32 to do while thread 0 waits.
 template <class Work>
 __device__ __forceinline__ void wait_meanwhile(GridBarrier& barrier, const Work& work) {
@@ -46,18 +43,16 @@ __device__ __forceinline__ float4 load_fresh(const float* where) {  // written b
 
 // This warp's share of the sum over producers, into `mine` (128 floats).
 __device__ __forceinline__ void sum_chunk(const float* partials, int count, int chunk, float* mine) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at = chunk * CHUNK + 4 * lane;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (at < FLAT_SIZE) {
-        const float* source = partials + (i64)warp * PARTIAL_STRIDE + at;
-        for (int p = warp; p < count; p += 16 * WARPS) {  // sixteen loads in flight
-            float4 x[16];
+    const float* source = partials + (i64)warp * PARTIAL_STRIDE + chunk * CHUNK + 4 * lane;
+    for (int p = warp; p < count; p += 16 * WARPS) {  // sixteen loads in flight
+        float4 x[16];
 #pragma unroll
-            for (int i = 0; i < 16; ++i, source += (i64)WARPS * PARTIAL_STRIDE)
-                x[i] = p + i * WARPS < count ? load_fresh(source) : make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int i = 0; i < 16; ++i, source += (i64)WARPS * PARTIAL_STRIDE)
+            x[i] = p + i * WARPS < count ? load_fresh(source) : make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-            for (int i = 0; i < 16; ++i) sum.x += x[i].x, sum.y += x[i].y, sum.z += x[i].z, sum.w += x[i].w;
-        }
+        for (int i = 0; i < 16; ++i) sum.x += x[i].x, sum.y += x[i].y, sum.z += x[i].z, sum.w += x[i].w;
     }
     *(float4*)(mine + 4 * lane) = sum;
 }
@@ -68,14 +63,29 @@ struct StepTotals {
     float weight;
     bool bad;
 };
-__device__ __forceinline__ StepTotals sum_tallies(const float* partials, int count) {
+struct Tallies {  // of this lane's producers
+    float4 x[4];
+
+    __device__ __forceinline__ void load(const float* partials, int first, int count) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int p = first + 32 * i + (threadIdx.x & 31);
+            x[i] = p < count ? load_fresh(partials + (i64)p * PARTIAL_STRIDE + TALLY_AT) : make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+    }
+    __device__ __forceinline__ void add_to(StepTotals& sum) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum.loss += x[i].x, sum.weight += x[i].y, sum.bad |= x[i].w != 0.f;
+    }
+};
+// `loaded`: the first 128.
+__device__ __forceinline__ StepTotals sum_tallies(const Tallies& loaded, const float* partials, int count) {
     StepTotals sum = {0., 0.f, false};
-#pragma unroll 4
-    for (int p = threadIdx.x & 31; p < count; p += 32) {
-        const float4 x = load_fresh(partials + (i64)p * PARTIAL_STRIDE + FLAT_SIZE);
-        sum.loss += x.x;
-        sum.weight += x.y;
-        sum.bad |= x.w != 0.f;
+    loaded.add_to(sum);
+    for (int first = 128; first < count; first += 128) {
+        Tallies part;
+        part.load(partials, first, count);
+        part.add_to(sum);
     }
     sum.loss = warp_sum(sum.loss);
     sum.weight = warp_sum(sum.weight);
@@ -109,12 +119,19 @@ __device__ __forceinline__ void publish(const Buffers& buffers, const Place& pla
         *(u16*)(buffers.image + place.image) = to_element(value).bits;
 }
 
-// The image of the parameters as they are, once a launch.
-__device__ __forceinline__ void publish_all(const Buffers& buffers) {
-    for (int e = blockIdx.x * BLOCK_THREADS + threadIdx.x; e < FLAT_SIZE; e += gridDim.x * BLOCK_THREADS) {
-        const Place place = locate(e);
-        if (place.layer >= 0) publish(buffers, place, __ldcg(ENGINE.parameters + e));
+// f(place) for the parameters of this block's chunks; threads 0 to 127.
+template <class F>
+__device__ __forceinline__ void for_each_own(const F& f) {
+    for (int chunk = blockIdx.x; chunk < CHUNKS; chunk += gridDim.x) {
+        if (threadIdx.x >= CHUNK) break;
+        const Place place = locate(chunk, threadIdx.x);
+        if (place.flat >= 0) f(place);
     }
+}
+
+// The image of the parameters as they are.
+__device__ __forceinline__ void publish_all(const Buffers& buffers) {
+    for_each_own([&](const Place& place) { publish(buffers, place, __ldcg(ENGINE.parameters + place.flat)); });
 }
 
 // Image → shared memory.
@@ -136,12 +153,11 @@ __device__ __forceinline__ void load_image(const Buffers& buffers, u8* shared) {
 
 // The weight copies that the forward-only kernels read, once a launch.
 __device__ __forceinline__ void copy_weights() {
-    for (int e = blockIdx.x * BLOCK_THREADS + threadIdx.x; e < FLAT_SIZE; e += gridDim.x * BLOCK_THREADS) {
-        const Place place = locate(e);
-        if (place.in < 0) continue;
+    for_each_own([](const Place& place) {
+        if (place.in < 0) return;
         const Layer& layer = ENGINE.layer[place.layer];
-        layer.weight[(i64)place.in * layer.ld_out + place.out] = to_element(__ldcg(ENGINE.parameters + e));
-    }
+        layer.weight[(i64)place.in * layer.ld_out + place.out] = to_element(__ldcg(ENGINE.parameters + place.flat));
+    });
 }
 
 }  // namespace narrow

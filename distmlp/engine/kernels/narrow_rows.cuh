@@ -30,20 +30,23 @@ struct RowPair {
     bool there[2];    // else beyond the end of the batch: counts nothing
     float weight[2];  // sample weight, 0 if not there
     int label[2];
-};
 
-__device__ __forceinline__ RowPair pick_rows(const Raw& raw, i64 first, int rows, int at) {
-    RowPair pair;
+    // First `row`, which everything else is loaded by; `at`: position of the first of the two in the batch.
+    __device__ __forceinline__ void pick(const Raw& raw, const StepInfo& info, int at) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int r = at + 8 * half;
-        pair.there[half] = r < rows;
-        pair.row[half] = r < rows ? raw_row(raw, first + r) : 0;
-        pair.weight[half] = r < rows ? raw.weights ? raw.weights[pair.row[half]] : 1.f : 0.f;
-        pair.label[half] = LABELS && r < rows ? raw.labels[pair.row[half]] : 0;
+        for (int half = 0; half < 2; ++half) {
+            there[half] = at + 8 * half < info.rows;
+            row[half] = there[half] ? raw_row(raw, info.first + at + 8 * half) : 0;
+        }
     }
-    return pair;
-}
+    __device__ __forceinline__ void load(const Raw& raw) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            weight[half] = there[half] ? raw.weights ? raw.weights[row[half]] : 1.f : 0.f;
+            label[half] = LABELS && there[half] ? raw.labels[row[half]] : 0;
+        }
+    }
+};
 
 __device__ __forceinline__ float scaled(const float* scales, int i, float x) {
     return ((x - scales[i]) - scales[SCALES + i]) * scales[2 * SCALES + i];
@@ -52,14 +55,17 @@ __device__ __forceinline__ float scaled(const float* scales, int i, double x) { 
     return (float)((x - (double)scales[i]) - (double)scales[SCALES + i]) * scales[2 * SCALES + i];
 }
 
-// Columns `c` and `c + 1` (c even) of a float32 row of COUNT columns, standardized by `scales` from `at` on; 0 beyond.
+// Columns `c` and `c + 1` (c even) of a float32 row of COUNT columns; anything beyond.
 template <int COUNT>
-__device__ __forceinline__ float2 load_columns(const float* row, int c, const float* scales, int at) {
-    float2 x;
+__device__ __forceinline__ float2 load_columns(const float* row, int c) {
     if constexpr (COUNT % 2 == 0)
-        x = c < COUNT ? __ldg((const float2*)(row + c)) : make_float2(0.f, 0.f);
+        return c < COUNT ? __ldg((const float2*)(row + c)) : make_float2(0.f, 0.f);
     else
-        x = make_float2(row[c < COUNT ? c : 0], row[c + 1 < COUNT ? c + 1 : 0]);
+        return make_float2(row[c < COUNT ? c : 0], row[c + 1 < COUNT ? c + 1 : 0]);
+}
+// The same two standardized by `scales` from `at` on; 0 beyond.
+template <int COUNT>
+__device__ __forceinline__ float2 scale_columns(float2 x, int c, const float* scales, int at) {
     return make_float2(
         c < COUNT ? scaled(scales, at + c, x.x) : 0.f, c + 1 < COUNT ? scaled(scales, at + c + 1, x.y) : 0.f);
 }

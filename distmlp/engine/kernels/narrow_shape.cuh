@@ -98,7 +98,7 @@ CONSTEXPR int delta_at(int i) {  // gradient at the output of layer i - 1, 1 <= 
 // A 64-row operand may begin near the end of the last matrix and read past it (rows that are not used).
 constexpr int OVERREAD = 8 * BLOCK_BYTES;
 constexpr int EXCHANGE_AT = delta_at(LAYERS + 1) + OVERREAD;
-// Scratch of the exchange between blocks: sums of a warp over 128 parameters, its tally and its output biases.
+// Scratch of the exchange between blocks: sums of a warp over a chunk, or its tally and its output biases.
 constexpr int WARP_SUMS = 128 + 4 + padded(LAYERS);  // floats
 constexpr int EXCHANGE_BYTES = WARPS * WARP_SUMS * 4 + 64;
 
@@ -110,28 +110,5 @@ CONSTEXPR int flat_weight(int layer) {
     return at;
 }
 CONSTEXPR int flat_bias(int layer) { return aligned(flat_weight(layer) + width(layer) * width(layer + 1)); }
-constexpr int FLAT_SIZE = flat_weight(LAYERS);
-
-// Where flat element `e` stands: its layer and row and column there, and its byte offset in the image.
-struct Place {
-    int layer, in, out;  // layer -1: a gap between tensors; in -1: a bias
-    int image;
-};
-template <int L = 0>
-__device__ __forceinline__ Place locate(int e) {
-    if constexpr (L < LAYERS) {
-        constexpr int OUT = width(L + 1), WEIGHTS = width(L) * OUT;
-        const int w = e - CONSTANT(flat_weight(L)), b = e - CONSTANT(flat_bias(L));
-        if (w < 0) return {-1, -1, 0, 0};  // a gap
-        if (w < WEIGHTS) {
-            const int in = w / OUT, out = w % OUT, block = (in >> 3) * CONSTANT(columns(L + 1)) + (out >> 3);
-            return {L, in, out, CONSTANT(weight_at(L)) + block * BLOCK_BYTES + (in & 7) * 16 + (out & 7) * 2};
-        }
-        if (b < OUT && b >= 0) return {L, -1, b, CONSTANT(bias_at(L)) + b * 4};
-        if (b < 0) return {-1, -1, 0, 0};
-        return locate<L + 1>(e);
-    }
-    return {-1, -1, 0, 0};
-}
 
 }  // namespace narrow

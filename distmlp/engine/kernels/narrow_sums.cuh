@@ -1,11 +1,11 @@
 // Weight gradients of a block: kept in registers over all its tiles, written out once a step.
 #pragma once
 #include "narrow_chain.cuh"
+#include "narrow_slots.cuh"
 
 namespace narrow {
 
 constexpr int SUMS = NARROW_SUMS;
-constexpr int PARTIAL_STRIDE = FLAT_SIZE + TALLY;  // floats a block writes a step, in the flat layout, tally behind
 
 // Sums of one item over the tile in shared memory.
 template <int I>
@@ -67,33 +67,24 @@ struct Limit {
 template <int I>
 __device__ __forceinline__ void write_item(const float* sums, float* partial, Limit& limit) {
     constexpr Item ITEM = item(I);
-    constexpr int L = ITEM.layer, IN = width(L), OUT = width(L + 1);
-    constexpr int COLUMNS = ITEM.out_major ? columns(L) : columns(L + 1);
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, t = lane & 3;
+    constexpr int COLUMNS = item_columns(I), ROWS = ITEM.out_major ? width(ITEM.layer + 1) : width(ITEM.layer);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     const int row = 64 * ITEM.block + 16 * warp + (lane >> 2);
-    float* weight = partial + CONSTANT(flat_weight(L));
+    // Rows beyond the matrix hold sums of whatever lay there.
+    const bool first = ROWS % 64 == 0 || row < ROWS, second = ROWS % 64 == 0 || row + 8 < ROWS;
+    float4* out = (float4*)partial + CONSTANT(item_chunk(I) * 32) + warp * 32 + lane;
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float* pair = sums + ITEM.offset + 4 * j + 2 * half;
-            const int r = row + 8 * half, c = 8 * j + 2 * t;
-            if constexpr (ITEM.out_major) {  // r: out, c: in
-                if (r < OUT && c < IN) weight[c * OUT + r] = limit.pass(pair[0]);
-                if (r < OUT && c + 1 < IN) weight[(c + 1) * OUT + r] = limit.pass(pair[1]);
-            } else if constexpr (OUT % 2 == 0) {
-                if (r < IN && c < OUT) *(float2*)(weight + r * OUT + c) = make_float2(limit.pass(pair[0]), limit.pass(pair[1]));
-            } else {
-                if (r < IN && c < OUT) weight[r * OUT + c] = limit.pass(pair[0]);
-                if (r < IN && c + 1 < OUT) weight[r * OUT + c + 1] = limit.pass(pair[1]);
-            }
-        }
+        const float* x = sums + ITEM.offset + 4 * j;
+        if (first) limit.pass(x[0]), limit.pass(x[1]);
+        if (second) limit.pass(x[2]), limit.pass(x[3]);
+        out[j * CHUNK] = make_float4(x[0], x[1], x[2], x[3]);
     }
     if constexpr (ITEM.out_major) {  // the column of ones
         const float* ones = sums + ITEM.offset + 4 * COLUMNS;
-        float* bias = partial + CONSTANT(flat_bias(L));
-        if (t == 0 && row < OUT) bias[row] = limit.pass(ones[0]);
-        if (t == 0 && row + 8 < OUT) bias[row + 8] = limit.pass(ones[2]);
+        float* bias = partial + CONSTANT(WEIGHT_CHUNKS * CHUNK + bias_slot(ITEM.layer));
+        if ((lane & 3) == 0 && row < ROWS) bias[row] = limit.pass(ones[0]);
+        if ((lane & 3) == 0 && row + 8 < ROWS) bias[row + 8] = limit.pass(ones[2]);
     }
 }
 
@@ -126,7 +117,7 @@ __device__ __forceinline__ void write_totals(Totals& totals, float* scratch, flo
         float sum = 0.f;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) sum += scratch[w * WARP_SUMS + 4 + i];
-        partial[CONSTANT(flat_bias(LAYERS - 1)) + i] = sum;
+        partial[CONSTANT(WEIGHT_CHUNKS * CHUNK + bias_slot(LAYERS - 1)) + i] = sum;
     }
     if (i == BLOCK_THREADS - 1) {
         float4 tally = make_float4(0.f, 0.f, 0.f, any_bad ? 1.f : 0.f);  // loss, weight, -, bad
@@ -135,7 +126,7 @@ __device__ __forceinline__ void write_totals(Totals& totals, float* scratch, flo
             tally.x += scratch[w * WARP_SUMS];
             tally.y += scratch[w * WARP_SUMS + 1];
         }
-        *(float4*)(partial + FLAT_SIZE) = tally;
+        *(float4*)(partial + TALLY_AT) = tally;
     }
 }
 
