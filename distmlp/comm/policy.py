@@ -78,6 +78,9 @@ def leave(code: int) -> NoReturn:
     if world is None or world.communicator is None:
         if code != 0 and rank_hint() > 0:
             time.sleep(2 * _EXCHANGE_SECONDS)  # launchers kill the others when one ends: rank 0 has to speak first
+        if _threads_linger():  # Python's end would wait for them, perhaps for ever
+            _flush()
+            os._exit(code)
         sys.exit(code)
     from distmlp.comm import world as worlds
 
@@ -185,6 +188,17 @@ def release_output() -> None:
 def _tell(text: str) -> None:
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
+
+
+def _threads_linger(seconds: float = 2.0) -> bool:
+    """Whether threads go on that nobody has told to end, such as one that is stuck in a read."""
+    deadline = time.monotonic() + seconds
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                return True
+    return False
 
 
 def _exit_from_c(code: int) -> NoReturn:

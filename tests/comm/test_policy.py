@@ -1,0 +1,143 @@
+"""How jobs end: one message, one code, nobody left waiting. Real ranks, small programs."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+import pytest
+from launching import finish, run_python, start_mpi
+
+PROGRAM = """
+import sys, time
+from distmlp.comm.hints import rank_hint
+from distmlp.comm.policy import guarded
+from distmlp.errors import ConfigError, DataError, StoppedError
+how, who = sys.argv[1], [int(word) for word in sys.argv[2].split(",") if word]
+
+def main():
+    if how == "bug before MPI" and rank_hint() in who: raise RuntimeError("a bug")
+    if how == "fault before MPI" and rank_hint() in who: raise ConfigError("bad key")
+    if how == "usage": print("usage: ...", file=sys.stderr); raise SystemExit(2)
+    if how == "help": print("help"); return 0
+    from distmlp.comm.world import open_world
+    world = open_world()
+    if how == "agreed" : world.agree(lambda: 1 / 1 if world.rank not in who else fail("bad file"), "opening")
+    if how == "fault" and world.rank in who: fail("bad file")
+    if how == "bug" and world.rank in who: raise RuntimeError("a bug")
+    if how == "stopped": raise StoppedError("saved")
+    if how == "code": return 5
+    if how == "interrupt" and world.rank in who: raise KeyboardInterrupt
+    world.barrier()
+    print("all well")
+
+def fail(text):
+    raise DataError(text)
+
+guarded(main)
+"""
+ALL = "0,1,2"
+
+
+@pytest.mark.parametrize(
+    ("how", "who", "code", "message"),
+    [
+        ("fault", "1", 3, "distmlp: error: bad file [rank 1 on host "),
+        ("fault", "0", 3, "distmlp: error: bad file [rank 0 on host "),
+        ("fault", ALL, 3, "distmlp: error: bad file\n"),
+        ("agreed", "0,2", 3, "distmlp: error: bad file [ranks 0, 2 on "),
+        ("fault before MPI", ALL, 2, "distmlp: error: bad key\n"),
+        ("fault before MPI", "2", 2, "distmlp: error: bad key [rank 2 on host "),
+        ("stopped", ALL, 75, "distmlp: error: saved\n"),
+        ("usage", ALL, 2, "usage: ...\n"),
+        ("code", ALL, 5, ""),
+        ("interrupt", "1", 130, "distmlp: error: interrupted [rank 1"),
+    ],
+)
+def test_faults_are_told_once_with_their_code(how, who, code, message):
+    done = run_python(3, PROGRAM, how, who, timeout=20)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count(message) == 1 or not message
+    assert done.stderr.count("distmlp: error:") == message.startswith("distmlp")
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("how", "who", "where"),
+    [
+        ("bug", "2", "rank 2 on host"),
+        ("bug", ALL, ""),
+        ("bug before MPI", "1", "rank 1 on host"),
+        ("bug before MPI", ALL, ""),
+    ],
+)
+def test_bugs_show_one_traceback(how, who, where):
+    done = run_python(3, PROGRAM, how, who, timeout=20)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert done.stderr.count("RuntimeError: a bug") == 1
+    assert where in done.stderr
+
+
+def test_output_of_a_command_without_mpi_is_shown_once():
+    done = run_python(3, PROGRAM, "help", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "help\n", "")
+
+
+def test_success_is_silent():
+    done = run_python(3, PROGRAM, "none", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "all well\n", "")
+
+
+@pytest.mark.parametrize(("how", "code"), [("fault", 3), ("bug", 1), ("code", 5), ("none", 0)])
+def test_single_process(how, code):
+    done = run_python(0, PROGRAM, how, "0")
+    assert done.returncode == code
+    assert ("Traceback" in done.stderr) == (code == 1)
+
+
+def test_stuck_thread_does_not_keep_a_process_that_failed():
+    script = (
+        "import threading, time\n"
+        "from distmlp.comm.policy import guarded\n"
+        "from distmlp.errors import DataError\n"
+        "def main():\n"
+        "    threading.Thread(target=time.sleep, args=(1000,)).start()\n"
+        "    raise DataError('gone')\n"
+        "guarded(main)\n"
+    )
+    done = run_python(0, script, timeout=15)
+    assert (done.returncode, done.stderr) == (3, "distmlp: error: gone\n")
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("world.barrier()", 0, ""),
+        ("1 / (1 - world.rank)", 1, "ZeroDivisionError"),
+        ("world.agree(lambda: fail() if world.rank == 1 else 0)", 3, "distmlp: error: mine [rank 1"),
+    ],
+)
+def test_users_own_script_ends_the_whole_job(end, code, said):
+    script = (
+        "from distmlp.comm.world import open_world\n"
+        "from distmlp.errors import DataError\n"
+        "def fail(): raise DataError('mine')\n"
+        f"world = open_world()\n{end}\nworld.barrier()\n"
+    )
+    done = run_python(2, script, timeout=20)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert (done.stderr == "") == (code == 0)
+
+
+def test_interrupt_before_training_ends_all_ranks():
+    script = PROGRAM.replace("    world.barrier()", "    print('up', flush=True)\n    time.sleep(60)")
+    job = start_mpi(3, [sys.executable, "-c", script, "none", ""])
+    assert job.stdout is not None
+    assert job.stdout.readline() == "up\n"
+    time.sleep(0.5)
+    job.send_signal(signal.SIGINT)
+    assert finish(job, 10).returncode != 0
