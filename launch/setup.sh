@@ -81,7 +81,7 @@ install() {
   [[ $done_before == "$sum ${extras//,/ }" ]] && return
   local what=${extras:+[$extras]}
   say "Installing distmlp$what into $venv ..."
-  quietly python -m pip install --quiet --editable "$project$what" ||
+  quietly python -m pip install --quiet --no-compile --editable "$project$what" ||
     fail "pip could not install distmlp$what; its last lines stand above. Is a package registry reachable?"
   printf '%s\n%s\n' "$venv" "$sum ${extras//,/ }" >"$venv/.distmlp"
 }
