@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -129,6 +130,7 @@ class World:
         if self.size > 1:
             from mpi4py import MPI
 
+            time.sleep(0.3)  # launchers drop what they have not yet passed on, and with it the reason
             with suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the reason is told; MPICH would add a line of its own
             MPI.COMM_WORLD.Abort(code)
