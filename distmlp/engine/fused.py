@@ -63,7 +63,7 @@ class FusedEngine:
         labels = sample is not None and sample.targets.ndim == 1
         task = Task(
             network, own.largest_batch if own else 1, config.run.precision, config.model.loss, labels,
-            sample is not None and sample.weights is not None, len(slot_names(config.optimizer.name)),
+            sample is not None and sample.weights is not None, slot_names(config.optimizer.name),
             config.run.ema_decay > 0, world.size, "f4" if sample is None else raw_type(sample),
         )  # fmt: skip
         self.plan: Plan = make_plan(task, device, narrow)

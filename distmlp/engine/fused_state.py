@@ -14,10 +14,8 @@ from distmlp.engine import compile as compiler
 from distmlp.engine.device_memory import Arena, Ledger
 from distmlp.engine.module import Kernel, Module
 from distmlp.engine.optimizers import slot_names
-from distmlp.engine.plan import THREADS, Plan
+from distmlp.engine.plan import SLOT_BUFFERS, THREADS, Plan
 from distmlp.errors import SystemUnfitError
-
-_SLOT_BUFFERS = {"momentum": "first_slot", "first_moment": "first_slot", "second_moment": "second_slot"}
 
 
 class DeviceState:
@@ -42,7 +40,7 @@ class DeviceState:
         self._forward_rows = self._module.kernel("forward_rows", blocks, THREADS, shared, grid_wide=True)
         self._pack_weights = self._module.kernel("pack_weights", 2 * blocks, THREADS)
         self._constants = self._engine_structure(standardization)
-        self._slots = {name: _SLOT_BUFFERS[name] for name in slot_names(config.optimizer.name)}
+        self._slots = {name: SLOT_BUFFERS[name] for name in slot_names(config.optimizer.name)}
         for module in self._modules:
             module.write_constant("ENGINE", self._constants)
         self._packed_from = ""  # the flat buffer whose weights the copies hold
@@ -85,7 +83,7 @@ class DeviceState:
         for parity in range(2):
             batch = structure["batches"][parity]
             batch["inputs"] = address(f"inputs{parity}")
-            batch["labels" if plan.task.labels else "targets"] = address(f"targets{parity}")
+            batch["labels"] = address(f"labels{parity}")
             batch["weights"] = address(f"weights{parity}")
         optimizer = config.optimizer
         structure["raw_type"] = layout.RAW_TYPES.index(plan.task.raw_type)
@@ -198,6 +196,7 @@ def specialisations(config: RunConfig, plan: Plan) -> list[tuple[str, dict[str, 
         "RAW_TYPE": f"RAW_{raw[0].upper()}{8 * int(raw[1:])}",
         "MIN_BLOCKS": str(plan.blocks // plan.device.multiprocessors),
         **plan.tile.macros("TILE"),
+        **plan.output_tile.macros("OUTPUT"),
         **plan.gradient_tile.macros("GRADIENT"),
     }
     parts = [("wide.cu", {**macros, **wide})]

@@ -28,7 +28,7 @@ LAYER = _structure(
     ("fan_in", "i4"), ("fan_out", "i4"), ("ld_in", "i4"), ("ld_out", "i4"), ("activation", "i4"),
     ("tiles_m", "i4"), ("tiles_n", "i4"), ("splits", "i4"), ("first_task", "i4"), ("first_tile", "i4"),
 )  # fmt: skip
-BATCH = _structure(("inputs", POINTER), ("targets", POINTER), ("labels", POINTER), ("weights", POINTER))
+BATCH = _structure(("inputs", POINTER), ("labels", POINTER), ("weights", POINTER))
 FLAGS = _structure(
     ("output", "u4", MAX_LAYERS + 1), ("error", "u4", MAX_LAYERS), ("loss", "u4"), ("gradient_not_finite", "u4"),
     ("weight", "f4"),

@@ -6,6 +6,7 @@ kernels/tile.cuh computes again are compared when a module is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -18,6 +19,7 @@ from distmlp.network import Network
 THREADS = 256
 LOSS_ROWS = 32  # rows of a softmax task, as in wide.cu
 EVALUATION_ROWS = 1024  # rows that prediction and evaluation take at a time
+SLOT_BUFFERS = {"momentum": "first_slot", "first_moment": "first_slot", "second_moment": "second_slot"}
 MAX_STEPS = 1024  # of one call: entries of the step table and the loss ring
 
 
@@ -47,7 +49,7 @@ class Task:
     loss: str
     labels: bool
     weights: bool
-    slots: int
+    slots: tuple[str, ...]  # of the optimizer
     ema: bool
     ranks: int
     raw_type: str = "f4"  # of the training inputs: kind and bytes
@@ -82,7 +84,8 @@ class Plan:
     task: Task
     device: Device
     product: str  # FMA TF32 BF16
-    tile: TileShape  # forward and backward
+    tile: TileShape  # hidden layers forward and backward
+    output_tile: TileShape
     gradient_tile: TileShape
     shared_bytes: int
     blocks: int
@@ -117,8 +120,8 @@ class Plan:
         widths = "-".join(map(str, self.task.network.widths))
         lines = [
             f"{widths} batch {self.task.rows} {self.task.precision} on {self.device.name}: {self.regime}",
-            f"  {self.product} tiles {self.tile}, gradients {self.gradient_tile}, {self.blocks} blocks of {THREADS}"
-            f" threads, {self.shared_bytes:,} of {self.device.shared_bytes:,} shared bytes",
+            f"  {self.product} tiles {self.tile}, output {self.output_tile}, gradients {self.gradient_tile}",
+            f"  {self.blocks} blocks of {THREADS} threads, {self.shared_bytes:,} of {self.device.shared_bytes:,} shared bytes",
             f"  splits of the batch in weight gradients: {' '.join(str(layer.splits) for layer in self.layers)}",
             f"  device memory {self.memory_bytes:,} bytes of {self.device.memory_bytes:,}",
         ]
@@ -138,13 +141,16 @@ def make_plan(task: Task, device: Device, narrow: bool = True) -> Plan:
     pairs = [(layer.fan_in, layer.fan_out) for layer in network.layers]
     shapes = shapes_for(product, device.capability, device.shared_bytes)
     multiprocessors = device.multiprocessors
-    products = [(rows, n, k) for k, n in pairs] + [(rows, k, n) for k, n in pairs[1:]]
-    tile = choose_tile(shapes, product, products, multiprocessors)
+    products = [(rows, n, k) for k, n in pairs[:-1]] + [(rows, k, n) for k, n in pairs[1:]]
+    tile = choose_tile(shapes, product, products or [(rows, *pairs[0])], multiprocessors)
+    softmax_rows_fit = [shape for shape in shapes if shape.n <= 128]
+    output_tile = choose_tile(softmax_rows_fit, product, [(rows, pairs[-1][1], pairs[-1][0])], multiprocessors)
     gradient_tile, splits = choose_splits(shapes, product, pairs, rows, multiprocessors)
-    shared = max(tile.shared_bytes(product), gradient_tile.shared_bytes(product))
-    each = blocks_each(tile, gradient_tile, shared, device)
+    tiles = (tile, output_tile, gradient_tile)
+    shared = max(shape.shared_bytes(product) for shape in tiles)
+    each = blocks_each(tiles, shared, device)
     plan = Plan(
-        task, device, product, tile, gradient_tile, shared, each * multiprocessors,
+        task, device, product, *tiles, shared, each * multiprocessors,
         max(rows, EVALUATION_ROWS), tuple(_layers(pairs, gradient_tile, splits)),
         _narrow(task, device) if narrow else None,
     )  # fmt: skip
@@ -166,9 +172,9 @@ def _narrow(task: Task, device: Device) -> NarrowPlan | None:
     return plan_narrow(task.network, max(1, task.rows), device.multiprocessors, device.shared_bytes)
 
 
-def blocks_each(tile: TileShape, gradient_tile: TileShape, shared: int, device: Device) -> int:
+def blocks_each(tiles: Sequence[TileShape], shared: int, device: Device) -> int:
     """Blocks a multiprocessor: two where they fit, so that one computes while the other starts or finishes a tile."""
-    small = max(shape.m * shape.n for shape in (tile, gradient_tile)) <= 64 * 64
+    small = max(shape.m * shape.n for shape in tiles) <= 64 * 64
     return 2 if small and 2 * (shared + STATIC_BYTES) <= device.shared_bytes else 1
 
 
@@ -193,17 +199,18 @@ def _buffers(plan: Plan) -> list[Buffer]:
     outputs = task.network.outputs
     softmax = task.loss == "softmax_cross_entropy"
     row_tiles = -(-plan.rows // plan.tile.m)
+    output_tiles = -(-plan.rows // plan.output_tile.m)
     tensors = 2 * len(plan.layers)
     buffers = [
         Buffer("control", 2048, zeroed=True),
         Buffer("parameters", flat, zeroed=True),
-        *(Buffer(name, flat, zeroed=True) for name in ("first_slot", "second_slot")[: task.slots]),
+        *(Buffer(SLOT_BUFFERS[name], flat, zeroed=True) for name in task.slots),
         *([Buffer("ema", flat, zeroed=True)] if task.ema else []),
         Buffer("gradient", flat + TALLY * 4, zeroed=True),
         Buffer("steps", MAX_STEPS * 16),
         Buffer("results", MAX_STEPS * 16),
         Buffer("tile_arrivals", plan.gradient_tiles * 4, zeroed=True),
-        Buffer("loss_partials", 8 * max(row_tiles * -(-outputs // plan.tile.n), -(-plan.rows // LOSS_ROWS))),
+        Buffer("loss_partials", 8 * max(output_tiles * -(-outputs // plan.output_tile.n), -(-plan.rows // LOSS_ROWS))),
         Buffer("norm_partials", 8 * plan.blocks * (1 + 2 * tensors)),
         Buffer("columns", 4 * 3 * (task.network.inputs + outputs)),
         Buffer("predictions", plan.rows * outputs * 4),
@@ -218,7 +225,8 @@ def _buffers(plan: Plan) -> list[Buffer]:
         buffers.append(Buffer("narrow_image", plan.narrow.image_bytes, zeroed=True))
     for parity in range(2):
         buffers.append(Buffer(f"inputs{parity}", plan.rows * plan.layers[0].ld_in * element))
-        buffers.append(Buffer(f"targets{parity}", plan.rows * (1 if task.labels else outputs) * 4))
+        if task.labels:
+            buffers.append(Buffer(f"labels{parity}", plan.rows * 4))
         if task.weights:
             buffers.append(Buffer(f"weights{parity}", plan.rows * 4))
     for index, layer in enumerate(plan.layers):
@@ -227,6 +235,6 @@ def _buffers(plan: Plan) -> list[Buffer]:
         if not last:
             buffers.append(Buffer(f"output{index}", plan.rows * layer.ld_out * element))
         buffers.append(Buffer(f"error{index}", plan.rows * layer.ld_out * element))
-        parts = max(row_tiles, -(-plan.rows // LOSS_ROWS)) if last and softmax else row_tiles
+        parts = max(output_tiles, -(-plan.rows // LOSS_ROWS)) if last else row_tiles
         buffers.append(Buffer(f"column_sums{index}", parts * layer.ld_out * 4))
     return buffers

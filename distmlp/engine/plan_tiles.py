@@ -26,9 +26,10 @@ class TileShape:
     def shared_bytes(self, product: str) -> int:
         """What a block needs for the worst of the three products (forward, backward, weight gradient)."""
         element = 2 if product == "BF16" else 4
-        results = self.m * (self.n + 8) * 4
+        results = self.m * (min(self.n, 128) + 8) * 4
         if self.warpgroups:
-            return max(self.stages * (self.m + self.n) * self.k * element + 1024, results)
+            pipe = self.stages * (self.m + self.n) * self.k * element + 1024
+            return pipe + results if self.n <= 128 else max(pipe, results)
         deep, flat = 16 // element, 8 if product == "TF32" else 16 // element
 
         def stage(a_rows_m: bool, b_rows_k: bool) -> int:
@@ -37,8 +38,7 @@ class TileShape:
             return (a + b) * element
 
         pipe = self.stages * max(stage(True, True), stage(True, False), stage(False, True))
-        slices = self.m * self.n * 4 * (self.warps[2] - 1)
-        return max(pipe, slices, results)
+        return pipe + max(results, self.m * self.n * 4 * (self.warps[2] - 1))
 
     def fitted(self, product: str, limit: int) -> TileShape | None:
         """The same with as many stages as `limit` bytes of shared memory allow; None where too few fit."""

@@ -67,7 +67,7 @@ def _jobs(cases: list) -> list[tuple]:
         config = case.config
         task = Task(
             make_network(config), case.batch, case.precision, case.loss, case.labels, case.weights,
-            len(slot_names(case.optimizer)), False, 1, case.dtype,
+            slot_names(case.optimizer), False, 1, case.dtype,
         )  # fmt: skip
         for source, macros in specialisations(config, make_plan(task, device, case.narrow)):
             jobs[source, *sorted(macros.items())] = (source, macros, device.capability)

@@ -64,17 +64,25 @@ struct Wanted {
     float weight;
 };
 __device__ __forceinline__ Wanted load_wanted(
-    const Layer& layer, const Columns& columns, const Batch& batch, int rows, int r) {
+    const Layer& layer, const Columns& columns, const Raw& raw, const StepInfo& info, const Batch& batch, int r) {
     Wanted wanted = {zeros(), 0.f};
-    if (r >= rows || columns.count <= 0) return wanted;
-    const float* target = batch.targets + (i64)r * layer.fan_out + columns.first;
+    if (r >= info.rows || columns.count <= 0) return wanted;
+    const float* target = raw.targets + raw_row(raw, info.first + r) * layer.fan_out + columns.first;
     wanted.weight = row_weight(batch, r);
+    float4& v = wanted.target;
     if (layer.fan_out % 4 == 0) {
-        wanted.target = *(const float4*)target;
+        v = *(const float4*)target;
     } else {
-        float4& v = wanted.target;
         const auto load = [&](float& x, int k) { x = k < columns.count ? target[k] : 0.f; };
         EACH_OF_FOUR(load);
+    }
+    if (ENGINE.target_mean_high) {
+        const auto scale = [&](float& x, int k) {
+            if (k < columns.count)
+                x = standardize(
+                    x, ENGINE.target_mean_high, ENGINE.target_mean_low, ENGINE.target_factor, columns.first + k);
+        };
+        EACH_OF_FOUR(scale);
     }
     return wanted;
 }

@@ -1,4 +1,5 @@
-// Rows of the raw store → a batch: picked by the index table, standardized, rounded, padded.
+// Rows of the raw store → a batch: picked by the index table, standardized, rounded, padded. Targets are read where
+// the loss needs them.
 #pragma once
 #include "params.cuh"
 #include "reduce.cuh"
@@ -98,7 +99,6 @@ template <int TYPE>
 __device__ __noinline__ void gather_rows(const Raw& raw, i64 first, int rows, const Batch& batch, u32* largest) {
     const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const Layer& bottom = ENGINE.layer[0];
-    const int outputs = ENGINE.layer[ENGINE.layers - 1].fan_out;
     u32 seen = 0;
     for (int r = blockIdx.x + gridDim.x * (threadIdx.x >> 5); r < rows; r += gridDim.x * warps) {
         const i64 row = raw_row(raw, first + r);
@@ -106,11 +106,6 @@ __device__ __noinline__ void gather_rows(const Raw& raw, i64 first, int rows, co
                              raw.inputs, row, batch.inputs + (i64)r * bottom.ld_in, bottom.fan_in, bottom.ld_in));
         if (raw.labels && lane == 0) batch.labels[r] = raw.labels[row];
         if (raw.weights && lane == 0) batch.weights[r] = raw.weights[row];
-        if (raw.targets)
-            for (int c = lane; c < outputs; c += 32)
-                batch.targets[(i64)r * outputs + c] = standardize(
-                    raw.targets[row * outputs + c], ENGINE.target_mean_high, ENGINE.target_mean_low,
-                    ENGINE.target_factor, c);
     }
     if (largest) warp_largest(largest, seen);
 }

@@ -23,7 +23,6 @@ struct Layer {
 // A batch as the products want it. Two of them: one is filled while the other is used.
 struct Batch {
     Element* inputs;  // (rows, ld_in of layer 0), columns from the features on are zero
-    float* targets;   // (rows, outputs) standardized, or null with labels
     int* labels;      // (rows,) or null
     float* weights;   // (rows,) or null: every row counts 1
 };

@@ -51,12 +51,12 @@ struct Staged {
 
 // The results of a tile in shared memory, whatever main loop they came from. A thread keeps to four neighbouring
 // columns, so that what belongs to columns stays in its registers; a warp reads and writes whole rows.
-template <class S>
+template <int M_, int N_>
 struct OutputTile {
-    static constexpr int STRIDE = S::N + 8, BYTES = S::M * STRIDE * 4;
-    static constexpr int QUADS = S::N / 4;
-    static constexpr int PASS = THREADS / QUADS < S::M ? THREADS / QUADS : S::M;  // rows at a time
-    static_assert(THREADS % QUADS == 0 && S::M % PASS == 0, "threads share the rows out evenly");
+    static constexpr int M = M_, N = N_, STRIDE = N + 8, BYTES = M * STRIDE * 4;
+    static constexpr int QUADS = N / 4;
+    static constexpr int PASS = THREADS / QUADS < M ? THREADS / QUADS : M;  // rows at a time
+    static_assert(THREADS % QUADS == 0 && M % PASS == 0, "threads share the rows out evenly");
 
     static __device__ __forceinline__ int column() { return threadIdx.x % QUADS * 4; }
     static __device__ __forceinline__ bool has_rows() { return threadIdx.x < PASS * QUADS; }
@@ -65,7 +65,7 @@ struct OutputTile {
     // under way before the first of them is finished.
     template <int AHEAD, class Prepare, class Finish>
     static __device__ __forceinline__ void for_each_row(const float* tile, const Prepare& prepare, const Finish& finish) {
-        constexpr int ROWS = S::M / PASS, STEP = ROWS < AHEAD ? ROWS : AHEAD;
+        constexpr int ROWS = M / PASS, STEP = ROWS < AHEAD ? ROWS : AHEAD;
         static_assert(ROWS % STEP == 0, "whole steps");
         if (!has_rows()) return;
         const float* own = tile + threadIdx.x / QUADS * STRIDE + column();
@@ -90,16 +90,22 @@ struct OutputTile {
     // is used up. All threads call it.
     static __device__ __forceinline__ void column_sums(float* tile, const float4& own, float* out, int cols) {
         __syncthreads();
-        if (has_rows()) *(float4*)(tile + threadIdx.x / QUADS * S::N + column()) = own;
+        if (has_rows()) *(float4*)(tile + threadIdx.x / QUADS * N + column()) = own;
         __syncthreads();
-        for (int n = threadIdx.x; n < S::N && n < cols; n += THREADS) {
+        for (int n = threadIdx.x; n < N && n < cols; n += THREADS) {
             float sum = 0.f;
 #pragma unroll
-            for (int g = 0; g < PASS; ++g) sum += tile[g * S::N + n];
+            for (int g = 0; g < PASS; ++g) sum += tile[g * N + n];
             out[n] = sum;
         }
         __syncthreads();
     }
+};
+
+// A tile to compute: its operands, its place in the result, the depth it begins at and the stages it takes.
+struct TileWork {
+    View a, b;
+    int m0, n0, k, steps;
 };
 
 // C (m, n) = sum over k of A (m, k) B (k, n). A lies as (m, k) where A_ROWS_M, else as (k, m);
@@ -111,10 +117,17 @@ struct Product {
     typedef Staged<A_ROWS_M ? S::M : S::K, A_ROWS_M ? S::K : S::M, A_ROWS_M ? DEEP_PAD : FLAT_PAD> StageA;
     typedef Staged<B_ROWS_K ? S::K : S::N, B_ROWS_K ? S::N : S::K, B_ROWS_K ? FLAT_PAD : DEEP_PAD> StageB;
     static constexpr int STAGE = StageA::SIZE + StageB::SIZE;
-    static constexpr int REDUCE_BYTES = S::WK > 1 ? S::M * S::N * 4 * (S::WK - 1) : 0;
-    static constexpr int PIPE_BYTES = STAGE * S::STAGES * (int)sizeof(Element);
-    static constexpr int LOOP_BYTES = PIPE_BYTES > REDUCE_BYTES ? PIPE_BYTES : REDUCE_BYTES;
-    static constexpr int SHARED_BYTES = LOOP_BYTES > OutputTile<S>::BYTES ? LOOP_BYTES : OutputTile<S>::BYTES;
+    static constexpr int M = S::M, N = S::N, DEPTH = S::K, SLICES = S::WK;
+    static constexpr int STAGES = S::STAGES, AHEAD = STAGES - 1;  // stages in all, and fetched before they are used
+    static constexpr int PIPE_BYTES = STAGE * STAGES * (int)sizeof(Element);
+    // Wide results are finished a part of their columns at a time.
+    static constexpr int PARTS = N > 128 ? N / 128 : 1;
+    typedef OutputTile<M, N / PARTS> Output;
+    static constexpr int SLICE_BYTES = M * N * 4 * (SLICES - 1);
+    static constexpr int TILE_BYTES = Output::BYTES > SLICE_BYTES ? Output::BYTES : SLICE_BYTES;
+    // The output tile lies behind the stages, so that these can be filled while it is in use.
+    static constexpr bool APART = true;
+    static constexpr int TILE_AT = PIPE_BYTES, SHARED_BYTES = PIPE_BYTES + TILE_BYTES;
 
     static constexpr int WARP_M = S::M / S::WM, WARP_N = S::N / S::WN;
 #if PRODUCT == FMA
@@ -158,50 +171,48 @@ struct Product {
     }
     __device__ __forceinline__ bool holds_results() const { return S::WK == 1 || warp_k == 0; }
 
-    // Lays the results out as rows of a tile in shared memory; all threads see it when it returns.
-    __device__ __forceinline__ void stage(float* tile) const {
-        if (holds_results())
+    // f(part) for every part of the columns, with its results laid out as rows of a tile in shared memory.
+    template <class F>
+    __device__ __forceinline__ void for_each_part(float* tile, const F& f) {
+        add_slices(tile);
+        for_each_summed_part(tile, f);
+    }
+    template <class F>
+    __device__ __forceinline__ void for_each_summed_part(float* tile, const F& f) const {
 #pragma unroll
-            for (int p = 0; p < PAIRS; ++p)
-                *(float2*)(tile + row(p) * OutputTile<S>::STRIDE + col(p)) = make_float2(c[2 * p], c[2 * p + 1]);
-        __syncthreads();
+        for (int part = 0; part < PARTS; ++part) {
+            if (part) __syncthreads();
+            if (holds_results())
+#pragma unroll
+                for (int p = 0; p < PAIRS; ++p)
+                    if (PARTS == 1 || col(p) / Output::N == part)
+                        *(float2*)(tile + row(p) * Output::STRIDE + col(p) % Output::N) =
+                            make_float2(c[2 * p], c[2 * p + 1]);
+            __syncthreads();
+            f(part);
+        }
     }
 
-    // Fills c with the sums over k in [k_begin, k_end) for the tile at (m0, n0). Ends with all threads past their
-    // last use of `shared`.
-    __device__ __forceinline__ void run(
-        const View& a, const View& b, int m0, int n0, int k_begin, int k_end, Element* shared) {
+    // The main loop, as `for_each_tile` drives it.
+    static __device__ __forceinline__ Element* stages(void* shared) { return (Element*)shared; }
+    static __device__ __forceinline__ void fetch(const TileWork& work, int k, Element* stage) {
+        StageA::load(stage, work.a, A_ROWS_M ? work.m0 : k, A_ROWS_M ? k : work.m0);
+        StageB::load(stage + StageA::SIZE, work.b, B_ROWS_K ? k : work.n0, B_ROWS_K ? work.n0 : k);
+    }
+    __device__ __forceinline__ void begin() {
 #pragma unroll
         for (int i = 0; i < PAIRS * 2; ++i) c[i] = 0.f;
-        const int steps = k_end > k_begin ? (k_end - k_begin + S::K - 1) / S::K : 0;
-#pragma unroll
-        for (int s = 0; s < S::STAGES - 1; ++s) {
-            if (s < steps) load(a, b, m0, n0, k_begin + s * S::K, shared + s * STAGE);
-            copy_commit();
-        }
-        int use = 0, fill = S::STAGES - 1;
-        for (int step = 0; step < steps; ++step) {
-            copy_wait<S::STAGES - 2>();
-            __syncthreads();
-            if (step + S::STAGES - 1 < steps)
-                load(a, b, m0, n0, k_begin + (step + S::STAGES - 1) * S::K, shared + fill * STAGE);
-            copy_commit();
-            multiply(shared + use * STAGE, shared + use * STAGE + StageA::SIZE);
-            use = use + 1 == S::STAGES ? 0 : use + 1;
-            fill = fill + 1 == S::STAGES ? 0 : fill + 1;
-        }
-        copy_wait<0>();
-        __syncthreads();
-        if (S::WK > 1) add_slices((float*)shared);
     }
-
-    __device__ __forceinline__ void load(const View& a, const View& b, int m0, int n0, int k0, Element* stage) {
-        StageA::load(stage, a, A_ROWS_M ? m0 : k0, A_ROWS_M ? k0 : m0);
-        StageB::load(stage + StageA::SIZE, b, B_ROWS_K ? k0 : n0, B_ROWS_K ? n0 : k0);
+    static __device__ __forceinline__ void arrived() {}             // before the barrier that opens a stage to all
+    __device__ __forceinline__ void start(const Element*) {}        // a stage's product, before the next fetch
+    __device__ __forceinline__ void settle(const Element* stage) {  // and behind it
+        multiply(stage, stage + StageA::SIZE);
     }
+    __device__ __forceinline__ void end() {}  // all products of the tile are in c
 
     // Warps that split the depth: the first adds the others' sums in order.
     __device__ __forceinline__ void add_slices(float* shared) {
+        if (SLICES == 1) return;
         const int thread = threadIdx.x % (S::WM * S::WN * 32);
         constexpr int THREADS_OF_SLICE = S::WM * S::WN * 32;
         if (warp_k > 0)
@@ -341,3 +352,58 @@ struct Product {
     }
 #endif
 };
+
+// Computes this block's tiles one after another: work(i, tile) describes the i-th, false behind the last;
+// finish(i, tile, product) takes its results. Where the output tile lies apart from the stages, those of later tiles
+// are fetched while a tile is finished.
+template <class P, class Work, class Finish>
+__device__ __forceinline__ void for_each_tile(void* shared, const Work& work, const Finish& finish) {
+    Element* stages = P::stages(shared);
+    TileWork ahead, tile;
+    int next = 0, next_step = 0, fill = 0, use = 0;
+    bool more = work(0, ahead);
+    const auto fetch = [&] {
+        if (more && next_step < ahead.steps) P::fetch(ahead, ahead.k + next_step++ * P::DEPTH, stages + fill * P::STAGE);
+        copy_commit();
+        fill = fill + 1 == P::STAGES ? 0 : fill + 1;
+    };
+    const auto advance = [&](int i) {  // to the tile whose next stage is to be fetched
+        while (more && next_step == ahead.steps && (P::APART || next < i)) {
+            next_step = 0;
+            more = work(++next, ahead);
+        }
+    };
+#pragma unroll 1
+    for (int i = 0; work(i, tile); ++i) {
+        if (i == 0 || !P::APART) {
+            fill = use = 0;
+#pragma unroll 1
+            for (int s = 0; s < P::AHEAD; ++s) {
+                advance(i);
+                fetch();
+            }
+        }
+        P product;
+        product.begin();
+        advance(i);
+#pragma unroll 1
+        for (int step = 0; step < tile.steps; ++step) {
+            copy_wait<P::AHEAD - 1>();
+            P::arrived();
+            __syncthreads();
+            const Element* stage = stages + use * P::STAGE;
+            product.start(stage);
+            fetch();
+            product.settle(stage);
+            advance(i);
+            use = use + 1 == P::STAGES ? 0 : use + 1;
+        }
+        product.end();
+        if (!P::APART) copy_wait<0>();
+        if (!P::APART || !tile.steps) __syncthreads();  // all are done with the stages, or with the last results
+        finish(i, tile, product);
+        if (!P::APART) __syncthreads();
+    }
+    copy_wait<0>();
+    __syncthreads();
+}

@@ -37,52 +37,38 @@ struct WarpgroupProduct : Product<S, A_ROWS_M, B_ROWS_K> {
     static constexpr int STAGE = StageA::SIZE + StageB::SIZE;  // elements; a multiple of the 1024-byte atom
     static constexpr int AHEAD = S::STAGES - 2;                // the stage before last may still be read
     static constexpr int PIPE_BYTES = STAGE * S::STAGES * (int)sizeof(Element) + 1024;
-    static constexpr int SHARED_BYTES = PIPE_BYTES > OutputTile<S>::BYTES ? PIPE_BYTES : OutputTile<S>::BYTES;
+    typedef Product<S, A_ROWS_M, B_ROWS_K> Base;
+    static constexpr bool APART = S::N <= 128;  // wider results share the memory of the stages
+    static constexpr int TILE_AT = APART ? PIPE_BYTES : 0;
+    static constexpr int SHARED_BYTES =
+        APART ? PIPE_BYTES + Base::TILE_BYTES : PIPE_BYTES > Base::TILE_BYTES ? PIPE_BYTES : Base::TILE_BYTES;
 
-    // As Product::run. The product of a stage runs while the next is waited for and one further on is fetched.
-    __device__ __forceinline__ void run(
-        const View& a, const View& b, int m0, int n0, int k_begin, int k_end, Element* shared) {
-        shared = (Element*)(((u64)shared + 1023) & ~(u64)1023);
-        const u32 base = (u32)__cvta_generic_to_shared(shared);
-        const int group = threadIdx.x >> 7;  // warpgroup
-        const int steps = k_end > k_begin ? (k_end - k_begin + S::K - 1) / S::K : 0;
-#pragma unroll
-        for (int i = 0; i < S::N / 2; ++i) this->c[i] = 0.f;
-#pragma unroll
-        for (int s = 0; s < AHEAD; ++s) {
-            if (s < steps) fetch(a, b, m0, n0, k_begin + s * S::K, shared + s * STAGE);
-            copy_commit();
-        }
-        int use = 0, fill = AHEAD;
-#pragma unroll 1
-        for (int step = 0; step < steps; ++step) {
-            copy_wait<AHEAD - 1>();
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // plain copies, read by the tensor cores
-            __syncthreads();
-            const u32 at = base + use * (STAGE * 2);
-            const u64 of_a = matrix<A_ROWS_M>(at + group * 64 * 64 * 2, StageA::BLOCK);
-            const u64 of_b = matrix<!B_ROWS_K>(at + StageA::SIZE * 2, StageB::BLOCK);
-            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-            for (int k = 0; k < S::K / 16; ++k)
-                narrow::Wgmma<S::N / 8>::template ss<!A_ROWS_M, B_ROWS_K>(
-                    this->c, of_a + k * (A_ROWS_M ? 2 : 128), of_b + k * (B_ROWS_K ? 128 : 2));
-            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-            if (step + AHEAD < steps) fetch(a, b, m0, n0, k_begin + (step + AHEAD) * S::K, shared + fill * STAGE);
-            copy_commit();
-            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-            use = use + 1 == S::STAGES ? 0 : use + 1;
-            fill = fill + 1 == S::STAGES ? 0 : fill + 1;
-        }
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        copy_wait<0>();
-        __syncthreads();
+    // The main loop. The product of a stage runs while one further on is fetched and the next is waited for.
+    static __device__ __forceinline__ Element* stages(void* shared) {
+        return (Element*)(((u64)shared + 1023) & ~(u64)1023);
     }
-
-    static __device__ __forceinline__ void fetch(
-        const View& a, const View& b, int m0, int n0, int k0, Element* stage) {
-        StageA::load(stage, a, A_ROWS_M ? m0 : k0, A_ROWS_M ? k0 : m0);
-        StageB::load(stage + StageA::SIZE, b, B_ROWS_K ? k0 : n0, B_ROWS_K ? n0 : k0);
+    static __device__ __forceinline__ void arrived() {
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // plain copies, read by the tensor cores
+    }
+    __device__ __forceinline__ void start(const Element* stage) {
+        const u32 at = (u32)__cvta_generic_to_shared(stage);
+        const int group = threadIdx.x >> 7;  // warpgroup
+        const u64 of_a = matrix<A_ROWS_M>(at + group * 64 * 64 * 2, StageA::BLOCK);
+        const u64 of_b = matrix<!B_ROWS_K>(at + StageA::SIZE * 2, StageB::BLOCK);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int k = 0; k < S::K / 16; ++k)
+            narrow::Wgmma<S::N / 8>::template ss<!A_ROWS_M, B_ROWS_K>(
+                this->c, of_a + k * (A_ROWS_M ? 2 : 128), of_b + k * (B_ROWS_K ? 128 : 2));
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    }
+    __device__ __forceinline__ void settle(const Element*) {
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+    }
+    __device__ __forceinline__ void end() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+    static __device__ __forceinline__ void fetch(const TileWork& work, int k, Element* stage) {
+        StageA::load(stage, work.a, A_ROWS_M ? work.m0 : k, A_ROWS_M ? k : work.m0);
+        StageB::load(stage + StageA::SIZE, work.b, B_ROWS_K ? k : work.n0, B_ROWS_K ? work.n0 : k);
     }
 
     // Matrix descriptor of an operand at a shared-memory address; DEEP: its rows run along k, as they do by default.

@@ -1,0 +1,132 @@
+// Weight and bias gradients of all layers in one phase, with the update where that is possible.
+#pragma once
+#include "wide_output.cuh"
+
+// True in every block or in none: no gradient of this step can be infinite or NaN, as told from the magnitudes.
+__device__ __forceinline__ bool surely_finite(const Flags& flags, int rows) {
+    bool sure = true;
+    for (int l = threadIdx.x; l < ENGINE.layers; l += THREADS) {
+        const float product = __uint_as_float(flags.output[l]) * __uint_as_float(flags.error[l]) * (float)rows;
+        const float sum = __uint_as_float(flags.error[l]) * (float)rows;
+        sure = sure && product < 1e38f && sum < 1e38f;
+    }
+    sure = sure && __uint_as_float(flags.loss) * 1e6f < 1e38f && is_finite(flags.weight) && flags.weight != 0.f;
+    return __syncthreads_and(sure);
+}
+
+// Adds the splits of a weight-gradient tile in their order; true in the block that came last, which then holds the sum.
+__device__ __forceinline__ bool add_splits(Gradient& product, const Layer& layer, int tile, int split) {
+    __shared__ u32 arrived;
+    constexpr int STRIDE = THREADS / Gradient::SLICES;
+    const auto place = [&](int s) {
+        return (float2*)ENGINE.partial_tiles +
+               ((i64)layer.first_task + (i64)tile * layer.splits + s) * (GRADIENT_M * GRADIENT_N / 2) +
+               threadIdx.x % STRIDE;
+    };
+    if (product.holds_results())
+#pragma unroll
+        for (int p = 0; p < Gradient::PAIRS; ++p)
+            place(split)[p * STRIDE] = make_float2(product.c[2 * p], product.c[2 * p + 1]);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        u32* counter = ENGINE.tile_arrivals + layer.first_tile + tile;
+        arrived = atomicAdd(counter, 1);
+        if (arrived == layer.splits - 1) *counter = 0;
+    }
+    __syncthreads();
+    if (arrived != layer.splits - 1) return false;
+    __threadfence();
+#pragma unroll
+    for (int i = 0; i < 2 * Gradient::PAIRS; ++i) product.c[i] = 0.f;
+    if (product.holds_results())
+#pragma unroll 1
+        for (int s = 0; s < layer.splits; ++s)
+#pragma unroll
+            for (int p = 0; p < Gradient::PAIRS; ++p) {
+                const float2 part = __ldcg(place(s) + p * STRIDE);
+                product.c[2 * p] += part.x;
+                product.c[2 * p + 1] += part.y;
+            }
+    return true;
+}
+
+// What becomes of the gradient of a whole tile.
+__device__ __forceinline__ void finish_weights(const Layer& layer, int m0, int n0, bool direct, const Hyper& h) {
+    typedef Gradient::Output Output;
+    const float* tile = output_tile<Gradient>();
+    const int c = n0 + Output::column();
+    if (direct)
+        Output::for_each_row<4>(
+            tile, [&](int r) { return load_weights(layer, m0 + r, c); },
+            [&](int r, const float4& v, Parameters& parameters) { weight_update(layer, h, m0 + r, c, v, parameters); });
+    else
+        Output::for_each_row(tile, [&](int r, const float4& v) { weight_gradient(layer, m0 + r, c, v); });
+}
+
+// The layer of a weight-gradient task; tasks are numbered through all layers.
+__device__ __forceinline__ int layer_of_task(int task) {
+    int l = 0;
+    while (l + 1 < ENGINE.layers && task >= ENGINE.layer[l + 1].first_task) ++l;
+    return l;
+}
+
+__device__ PHASE void weight_gradients(const Batch& batch, int rows, bool direct, const Hyper& h) {
+    const auto work = [&](int i, TileWork& w) {
+        const int task = blockIdx.x + i * gridDim.x;
+        if (task >= ENGINE.gradient_tasks) return false;
+        const int l = layer_of_task(task);
+        const Layer& layer = ENGINE.layer[l];
+        const int tile = (task - layer.first_task) / layer.splits, split = (task - layer.first_task) % layer.splits;
+        const int depth = ceil_div(ceil_div(rows, Gradient::DEPTH), layer.splits) * Gradient::DEPTH;
+        w.a = View{layer_input(l, batch), layer.ld_in, min(rows, (split + 1) * depth), layer.ld_in};
+        w.b = View{layer.error, layer.ld_out, w.a.rows, layer.ld_out};
+        w.m0 = tile / layer.tiles_n * GRADIENT_M;
+        w.n0 = tile % layer.tiles_n * GRADIENT_N;
+        w.k = split * depth;
+        w.steps = w.a.rows > w.k ? ceil_div(w.a.rows - w.k, Gradient::DEPTH) : 0;
+        return true;
+    };
+    for_each_tile<Gradient>(dynamic_shared, work, [&](int i, const TileWork& w, Gradient& product) {
+        const int task = blockIdx.x + i * gridDim.x;
+        const Layer& layer = ENGINE.layer[layer_of_task(task)];
+        const int own = task - layer.first_task;
+        product.add_slices(output_tile<Gradient>());
+        if (layer.splits > 1 && !add_splits(product, layer, own / layer.splits, own % layer.splits)) return;
+        product.for_each_summed_part(output_tile<Gradient>(), [&](int part) {
+            finish_weights(layer, w.m0, w.n0 + part * Gradient::Output::N, direct, h);
+        });
+    });
+}
+
+// Gradients of up to BIAS_COLUMNS biases: every warp adds up its share of the row tiles, then the warps' sums in order.
+__device__ __forceinline__ void bias_task(int l, int task, int rows, bool direct, const Hyper& h) {
+    __shared__ float sums[THREADS / 32][BIAS_COLUMNS];
+    const Layer& layer = ENGINE.layer[l];
+    const int parts = l == ENGINE.layers - 1 ? output_parts(rows) : ceil_div(rows, TILE_M);
+    const int warp = threadIdx.x >> 5, c = task * BIAS_COLUMNS + (threadIdx.x & 31);
+    float sum = 0.f;
+    if (c < layer.fan_out)
+        for (int part = warp; part < parts; part += THREADS / 32) sum += layer.column_sums[(i64)part * layer.ld_out + c];
+    sums[warp][threadIdx.x & 31] = sum;
+    __syncthreads();
+    if (warp == 0 && c < layer.fan_out) {
+        sum = 0.f;
+        for (int w = 0; w < THREADS / 32; ++w) sum += sums[w][threadIdx.x];
+        if (direct) update_parameter(h, layer.bias_offset + c, sum);
+        else ENGINE.gradient[layer.bias_offset + c] = sum;
+    }
+    __syncthreads();
+}
+
+__device__ __forceinline__ void gradients(const Batch& batch, int rows, bool direct, const Hyper& h) {
+    weight_gradients(batch, rows, direct, h);
+    // Bias tasks go on where the weights' end: the blocks next in turn take them.
+    int before = ENGINE.gradient_tasks;
+    for (int l = 0; l < ENGINE.layers; ++l) {
+        const int tasks = ceil_div(ENGINE.layer[l].fan_out, BIAS_COLUMNS);
+        const int skip = (blockIdx.x + gridDim.x - before % gridDim.x) % gridDim.x;
+        for (int task = skip; task < tasks; task += gridDim.x) bias_task(l, task, rows, direct, h);
+        before += tasks;
+    }
+}
