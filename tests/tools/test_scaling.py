@@ -20,6 +20,9 @@ from distmlp.tools.scaling_model import AllReduce
 from distmlp.tools.scaling_report import run_compare
 from distmlp.tools.scaling_runs import FinishedRun, modes_of
 
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
 KEYS = {
     "mode", "ranks", "global_batch", "us_per_step_median", "samples_per_second", "speedup", "efficiency",
     "communication_share", "data_wait_share",

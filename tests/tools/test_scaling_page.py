@@ -15,6 +15,9 @@ from tools.finished_runs import write_run, write_sweep
 
 from distmlp.tools.scaling import run_scaling
 
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
 
