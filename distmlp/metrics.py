@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
+from distmlp.comm.hints import is_terminal
+
 if TYPE_CHECKING:
     from distmlp.comm.world import World
 
@@ -91,7 +93,7 @@ class Reporter:
     def start(self, first: int, total: int) -> None:
         """Training goes from step `first` to `total`."""
         self._total = total
-        if self._stream is None or not self._stream.isatty():
+        if self._stream is None or not is_terminal(self._stream):
             return
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TextIO
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,19 @@ def rank_hint() -> int:
     """This process's rank as a running launcher numbered it, 0 without one. No MPI is touched."""
     launch = read_launch()
     return launch.rank if launch is not None and launch.live else 0
+
+
+def is_terminal(stream: TextIO, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether somebody looks at `stream`. Open MPI gives every rank a pseudo-terminal even where the output of mpirun
+    goes to a file, so there the launcher's own output is looked at; one on another host counts as none."""
+    if not stream.isatty():
+        return False
+    if "OMPI_COMM_WORLD_SIZE" not in environ:
+        return True
+    try:
+        return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:
+        return False
 
 
 def how_to_launch(launch: Launch, make: str) -> str:

@@ -49,13 +49,13 @@ def report(error: BaseException) -> NoReturn:
     """Print `error` once for the job and end every rank with its exit code."""
     if isinstance(error, AgreedError):
         if _rank() == 0:
-            _tell(f"distmlp: error: {error}")
+            tell(f"distmlp: error: {error}")
         leave(error.exit_code)
     fault = _fault(error)
     world = _join()
     if world is None:  # alone, or under a launcher that the MPI library does not know
         if rank_hint() == 0:
-            _tell(_worded(fault, ""))
+            tell(_worded(fault, ""))
         leave(fault[0])
     where = f"rank {world.rank} on host {world.host}" if world.size > 1 else ""
     with suppress(Exception):  # MPI itself may be what failed
@@ -65,11 +65,17 @@ def report(error: BaseException) -> NoReturn:
 
             merged = merge_faults(faults, world.rank_hosts)
             if world.rank == 0:
-                _tell(_worded((merged.exit_code, str(merged)), ""))
+                tell(_worded((merged.exit_code, str(merged)), ""))
             leave(merged.exit_code)
     time.sleep(_TURN_SECONDS * min(world.rank, _LAST_TURN))
-    _tell(_worded(fault, where))
+    tell(_worded(fault, where))
     abandon(fault[0])
+
+
+def tell(text: str) -> None:
+    """Print to standard error itself: a progress bar or `hold_output` may have put something else in its place."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.__stderr__ or sys.stderr, flush=True)
 
 
 def leave(code: int) -> NoReturn:
@@ -162,7 +168,7 @@ def _join() -> World | None:
 def _system_exit_code(stop: SystemExit) -> int:
     if stop.code is None or isinstance(stop.code, int):
         return stop.code or 0
-    _tell(str(stop.code))
+    tell(str(stop.code))
     return 1
 
 
@@ -182,34 +188,7 @@ def release_output() -> None:
     if isinstance(held, io.StringIO) and sys.__stderr__ is not None:
         sys.stderr = sys.__stderr__
         if text := held.getvalue():
-            _tell(text.rstrip())
-
-
-def _tell(text: str) -> None:
-    with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
-
-
-def _threads_linger(seconds: float = 2.0) -> bool:
-    """Whether threads go on that nobody has told to end, such as one that is stuck in a read."""
-    deadline = time.monotonic() + seconds
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                return True
-    return False
-
-
-def _exit_from_c(code: int) -> NoReturn:
-    """End through C's `exit`: MPICH tells its launcher that all went well in an exit handler, without which hydra
-    kills the ranks that are still ending; but skip Python's end, which waits for threads."""
-    import ctypes
-
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(5)  # an exit handler may wait for ever too, for a lock of a thread that is stuck in a read
-    ctypes.PyDLL(None).exit(code)
-    os._exit(code)
+            tell(text.rstrip())
 
 
 def _flush() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -20,6 +19,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from distmlp.comm import policy
 from distmlp.comm.channel import Connection, Hub, connect
 from distmlp.comm.faults import name_ranks
 from distmlp.comm.progress import Heard, Progress, Pulse
@@ -170,8 +170,7 @@ class Watchdog:
             time.sleep(min(self._world.rank - 1, 10) * self._interval)
         interrupted = self._interrupted() or any(heard.pulse.interrupted for heard in self._ranks.values())
         code, word = (130, "interrupted") if interrupted else (EXIT_CODE, "error")
-        with suppress(OSError, ValueError):
-            print(f"distmlp: {word}: {message}. The job ends; checkpoints are intact.", file=sys.stderr, flush=True)
+        policy.tell(f"distmlp: {word}: {message}. The job ends; checkpoints are intact.")
         if self._hub is not None:
             self._hub.broadcast({"code": code})
         # MPI_Abort gives the launcher our exit code, but may have to wait for the working thread to leave MPI.
