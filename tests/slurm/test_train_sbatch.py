@@ -17,7 +17,7 @@ LONG = ("--set", "run.steps=1000")
 # `distmlp`, but the first run of a job takes a while: Slurm looks at time limits every 30 s only.
 _SLOW = """#!{python}
 import os, time
-from distmlp.cli import main
+from distmlp.__main__ import main
 from distmlp.comm.world import World
 
 swift = World.all_reduce
