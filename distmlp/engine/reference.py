@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
-from threadpoolctl import ThreadpoolController
 
 from distmlp.config import RunConfig
 from distmlp.engine import Evaluation, Standardization, State, StepReport
 from distmlp.engine import tally as slot
 from distmlp.engine.lanes import LaneSums
 from distmlp.engine.optimizers import Optimizer, slot_names
+from distmlp.engine.parts import PartSums
 from distmlp.engine.rows import RowPasses
 from distmlp.engine.tally import TALLY, Sums
 from distmlp.errors import DistmlpError
@@ -60,13 +59,15 @@ class ReferenceEngine:
         self._step = 0
         self._steps_computed = 0
         self._sums = Sums(network, np.zeros(network.size + TALLY, dtype))
+        self._parts: PartSums | None = None
         self._lanes: LaneSums | None = None
-        rows = 0
+        make_passes = partial(RowPasses, config.model, network, standardization, dtype)
+        self._passes = make_passes(0)
         if feed is not None:
             rows = len(feed.streams) * -(-feed.order.batch // feed.order.streams)
+            self._parts = PartSums(make_passes, network, dtype, rows)
             if config.run.reproducible == "ranks":
                 self._lanes = LaneSums(network, feed.order.streams, world.size, world.rank, dtype)
-        self._passes = RowPasses(config.model, network, standardization, dtype, rows)
         # Squares of the gradient must be finite too: an infinite second moment would freeze a weight for good.
         self._largest = math.sqrt(float(np.finfo(dtype).max))
 
@@ -86,14 +87,15 @@ class ReferenceEngine:
 
     def train(self, epoch: int, first: int, rates: NDArray) -> StepReport:
         assert self._feed is not None, "this engine was opened without data"
+        assert self._parts is not None
         report = StepReport(np.empty(0), np.empty(0))
         losses: list[float] = []
         weights: list[float] = []
         waited = self._feed.wait_seconds
         tally = self._sums.tally
-        with np.errstate(all="ignore"), self._blas_threads():
+        with np.errstate(all="ignore"), self._parts.one_blas_thread(always=self._lanes is not None):
             for index, rate in enumerate(rates):
-                fault = self._local_sums(self._feed, epoch, first + index)
+                fault = self._local_sums(self._feed, self._parts, epoch, first + index)
                 report.communication_seconds += self._reduce()
                 if tally[slot.FAILED]:
                     self._world.agree(partial(_raise, fault))
@@ -115,11 +117,7 @@ class ReferenceEngine:
         report.wait_seconds = self._feed.wait_seconds - waited
         return report
 
-    def _blas_threads(self) -> AbstractContextManager:
-        """One thread where the bits must not depend on how many there are."""
-        return ThreadpoolController().limit(limits=1, user_api="blas") if self._lanes else nullcontext()
-
-    def _local_sums(self, feed: Feed, epoch: int, number: int) -> DistmlpError | None:
+    def _local_sums(self, feed: Feed, parts: PartSums, epoch: int, number: int) -> DistmlpError | None:
         """Fill this rank's part of what the step reduces; returns the fault that kept it from its rows."""
         own = self._lanes.first if self._lanes else self._sums
         try:
@@ -132,7 +130,7 @@ class ReferenceEngine:
             positions = feed.order.batch_positions(number, feed.streams)
             self._lanes.fill(lambda stream, out: self._add_up(rows, positions % feed.order.streams == stream, out))
         else:
-            self._passes.sums(self._layers, rows.inputs, rows.targets, rows.weights, self._sums)
+            parts.sums(self._layers, rows.inputs, rows.targets, rows.weights, self._sums)
         own.tally[slot.STOP] = self._stop()
         return None
 
@@ -185,7 +183,8 @@ class ReferenceEngine:
         }
 
     def close(self) -> None:
-        pass
+        if self._parts is not None:
+            self._parts.close()
 
 
 def _raise(fault: DistmlpError | None) -> None:
