@@ -1,0 +1,74 @@
+"""JAX: bf16 products, float32 master weights, Adam; one `jit` of a `lax.scan` over the batches of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import perf_counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from subjects import BLOCK_SECONDS, BLOCKS, RATE, Measurement, Problem, run_subject
+
+BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
+
+
+def loss_of(parameters: list, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean squared error of (batch, features) inputs."""
+    x = inputs.astype(jnp.bfloat16)
+    for i, (weight, bias) in enumerate(parameters):
+        x = x @ weight.astype(jnp.bfloat16) + bias.astype(jnp.bfloat16)
+        if i < len(parameters) - 1:
+            x = jnp.maximum(x, 0)
+    return jnp.mean((x.astype(jnp.float32) - targets) ** 2)
+
+
+def step(state: tuple, batch: tuple) -> tuple:
+    parameters, first, second, count = state
+    loss, gradients = jax.value_and_grad(loss_of)(parameters, *batch)
+    count = count + 1
+    first = jax.tree.map(lambda m, g: BETA1 * m + (1 - BETA1) * g, first, gradients)
+    second = jax.tree.map(lambda v, g: BETA2 * v + (1 - BETA2) * g * g, second, gradients)
+    scale1, scale2 = 1 / (1 - BETA1**count), 1 / jnp.sqrt(1 - BETA2**count)
+    parameters = jax.tree.map(
+        lambda p, m, v: p - RATE * scale1 * m / (jnp.sqrt(v) * scale2 + EPSILON), parameters, first, second
+    )
+    return (parameters, first, second, count), loss
+
+
+run = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches), donate_argnums=0)
+
+
+def initial(problem: Problem) -> tuple:
+    parameters = [tuple(map(jnp.asarray, layer)) for layer in problem.weights()]
+    zeros = jax.tree.map(jnp.zeros_like, parameters)
+    return parameters, zeros, jax.tree.map(jnp.copy, zeros), jnp.float32(0)
+
+
+def measure(problem: Problem, warm: bool) -> Iterator[Measurement]:
+    batches = tuple(map(jnp.asarray, problem.stacked()))
+    state = initial(problem)
+    if warm:
+        run.lower(state, batches).compile()
+        return
+    state, losses = run(state, batches)
+    losses = np.asarray(losses, np.float64)[: problem.learn_steps].tolist()
+
+    def epochs(state: tuple, count: int) -> tuple[tuple, float]:
+        started = perf_counter()
+        for _ in range(count):
+            state, last = run(state, batches)
+        last.block_until_ready()
+        return state, (perf_counter() - started) / count
+
+    state, seconds = epochs(state, 2)
+    count = max(1, round(BLOCK_SECONDS / seconds))
+    times = []
+    for _ in range(BLOCKS):
+        state, seconds = epochs(state, count)
+        times.append(seconds / problem.batches * 1e6)
+    yield Measurement("jax-scan", times, losses)
+
+
+if __name__ == "__main__":
+    run_subject(measure)

@@ -1,0 +1,94 @@
+"""What all subjects of `step.py` share: presets, data, the learning check, and how a measurement is reported.
+
+A subject is a program `subject_NAME.py` with the arguments of `run_subject`. It measures preset after preset and
+appends one JSON object a line to its output, so that what was measured is kept whatever happens later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from distmlp.data.shards import Rows
+from distmlp.network import Network
+from distmlp.tools.bench import PRESETS, Preset, make_rows, summary
+
+BLOCKS = 7
+BLOCK_SECONDS = 0.05
+LEARN_STEPS = 20
+RATE = 1e-3  # the rest of Adam as all subjects have it by default: 0.9, 0.999, 1e-8
+
+
+@dataclass
+class Measurement:
+    """µs per step of every block, and the loss of each of the first steps."""
+
+    subject: str
+    times: list[float]
+    losses: list[float]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Problem:
+    """A preset with its data and initial weights: the same numbers for every subject."""
+
+    preset: Preset
+    batches: int
+    rows: Rows
+
+    @classmethod
+    def of(cls, preset: Preset) -> Problem:
+        batches = min(preset.batches, 64 if preset.batch * sum(preset.layers) > 1 << 20 else 1000)
+        return cls(preset, batches, make_rows(preset, batches))
+
+    @property
+    def learn_steps(self) -> int:
+        return min(LEARN_STEPS, self.batches)
+
+    @property
+    def network(self) -> Network:
+        return Network.build(self.preset.layers, "relu", "identity")
+
+    def weights(self) -> list[tuple[NDArray, NDArray]]:
+        """`(weight (fan_in, fan_out), bias (fan_out,))` of every layer, float32."""
+        return self.network.views(self.network.initial(0, "he_normal"))
+
+    def stacked(self) -> tuple[NDArray, NDArray]:
+        """Inputs and targets as (batches, batch, columns), float32."""
+        shape = (self.batches, self.preset.batch, -1)
+        return self.rows.inputs.reshape(shape), np.asarray(self.rows.targets).reshape(shape)
+
+
+def run_subject(measure: Callable[[Problem, bool], Iterator[Measurement]]) -> None:
+    """The program of a subject: `measure(problem, warm)` yields measurements; with `warm` it only compiles."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--presets", required=True, help="comma separated")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended")
+    parser.add_argument("--warm", action="store_true", help="fill the compilers' caches, measure nothing")
+    options = parser.parse_args()
+    for name in options.presets.split(","):
+        try:
+            for result in measure(Problem.of(PRESETS[name]), options.warm):
+                line = {"preset": name, "subject": result.subject, **summary(result.times), **result.extra}
+                report(options.out, line | {"losses": result.losses})
+        except Exception as error:  # the other presets are still measured, and the file says what is missing
+            traceback.print_exc(limit=5)
+            report(options.out, {"preset": name, "failed": f"{type(error).__name__}: {error}"[:300]})
+
+
+def report(out: Path, line: dict[str, Any]) -> None:
+    with out.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    print(json.dumps({k: v for k, v in line.items() if k != "losses"}), flush=True)
