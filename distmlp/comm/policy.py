@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from distmlp.comm.hints import rank_hint, read_launch
-from distmlp.errors import AgreedError, DistmlpError
+from distmlp.errors import AgreedError, DistmlpError, SystemUnfitError
 
 if TYPE_CHECKING:
     from distmlp.comm.world import World
@@ -131,6 +131,9 @@ def _fault(error: BaseException) -> tuple[int, str]:
         return error.exit_code, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
+    if isinstance(error, MemoryError):
+        reason = f" ({error})" if str(error) else ""
+        return SystemUnfitError.exit_code, f"out of memory{reason}; use a smaller network or data.batch, or more ranks"
     import traceback
 
     return 1, "".join(traceback.format_exception(error)).rstrip()
@@ -189,6 +192,28 @@ def release_output() -> None:
         sys.stderr = sys.__stderr__
         if text := held.getvalue():
             tell(text.rstrip())
+
+
+def _threads_linger(seconds: float = 2.0) -> bool:
+    """Whether threads go on that nobody has told to end, such as one that is stuck in a read."""
+    deadline = time.monotonic() + seconds
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                return True
+    return False
+
+
+def _exit_from_c(code: int) -> NoReturn:
+    """End through C's `exit`: MPICH tells its launcher that all went well in an exit handler, without which hydra
+    kills the ranks that are still ending; but skip Python's end, which waits for threads."""
+    import ctypes
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(5)  # an exit handler may wait for ever too, for a lock of a thread that is stuck in a read
+    ctypes.PyDLL(None).exit(code)
+    os._exit(code)
 
 
 def _flush() -> None:
