@@ -1,7 +1,8 @@
 """One job at a time in an output directory, without file locks: many cluster file systems have none.
 
 The lock is a file that appears complete, by a hard link, and names its owner. A dead owner is known at once
-on the same host by its process, elsewhere by the file's age: a living owner touches it every few seconds.
+on the same host by its process. Elsewhere, and in another container, it is watched for a while: a living owner
+touches the file every few seconds.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Any
 from distmlp.errors import ConfigError
 
 NAME = ".lock"
-BEAT_SECONDS = 10.0
-DEAD_SECONDS = 90.0
+BEAT_SECONDS = 5.0
+WATCH_SECONDS = 40.0  # without a beat: long enough for a file server that stalls
+DEAD_SECONDS = 90.0  # since the last beat: no need to watch
 _JOBS = {"SLURM_JOB_ID": "Slurm job", "PBS_JOBID": "PBS job", "LSB_JOBID": "LSF job", "JOB_ID": "job"}
 
 
@@ -52,7 +54,7 @@ class OutputLock:
         if _alive(owner, self.path):
             raise ConfigError(
                 f"output {self.path.parent}: in use by another job: {_describe(owner)}; choose another run.output "
-                f"or wait for its end (a dead one is noticed within {DEAD_SECONDS:.0f} s, or remove {self.path})"
+                f"or wait for its end; if that job is certainly dead, remove {self.path}"
             )
         # One at a time: whoever judged the old owner dead a moment ago must not remove the lock of its successor.
         turn = self.path.with_name(f"{NAME}.turn")
@@ -109,7 +111,7 @@ def _alive(owner: dict[str, Any], path: Path) -> bool:
         return _started(owner["pid"]) == owner.get("started") != ""
     if owner.get("job") and owner["job"] == here["job"] and owner.get("restart") != here["restart"]:
         return False  # an earlier start of this very job, requeued since
-    return _fresh(path)
+    return _fresh(path) and _beats(path)
 
 
 def _fresh(path: Path) -> bool:
@@ -122,6 +124,26 @@ def _fresh(path: Path) -> bool:
         return False
     finally:
         probe.unlink()
+
+
+def _beats(path: Path) -> bool:
+    """Whether somebody touches a file while we watch."""
+    seen, until = _touched(path), time.monotonic() + WATCH_SECONDS
+    while seen is not None and time.monotonic() < until:
+        time.sleep(BEAT_SECONDS / 20)
+        now = _touched(path)
+        if now is not None and now != seen:
+            return True
+        seen = now
+    return False
+
+
+def _touched(path: Path) -> int | None:
+    try:
+        with open(path, "rb") as file:  # opening makes a network file system ask its server
+            return os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def _describe(owner: dict[str, Any]) -> str:
