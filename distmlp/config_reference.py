@@ -66,7 +66,7 @@ def _bound(limit: Any) -> str:
             return f"≥ {_number(bound)}"
         case Gt(gt=bound):
             return f"> {_number(bound)}"
-        case Le(le=bound) if bound < 1 << 32:  # more than that is more than anyone needs
+        case Le(le=int() as bound) if bound < 1 << 32:  # more than that is more than anyone needs
             return f"≤ {_number(bound)}"
         case Lt(lt=bound):
             return f"< {_number(bound)}"

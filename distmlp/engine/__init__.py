@@ -77,7 +77,8 @@ class Evaluation:
     def from_array(cls, array: NDArray) -> Evaluation:
         """The inverse of `as_array`."""
         squared, target, target_squared = np.split(array[5:], 3)
-        return cls(*array[:5].tolist(), squared, target, target_squared)
+        rows, weight, loss, correct, absolute = array[:5].tolist()
+        return cls(rows, weight, loss, correct, absolute, squared, target, target_squared)
 
 
 class Engine(Protocol):

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -145,7 +146,7 @@ def erfcx(x: NDArray) -> NDArray:
 def _erfcx_series(dtype: DTypeLike) -> NDArray:
     degree = 12 if np.dtype(dtype).itemsize <= 4 else 22
 
-    def sample(t: NDArray) -> NDArray:
+    def sample(t: Any) -> Any:
         x = 3.75 * (1 + t) / (1 - t)
         return np.array([(1 + 2 * v) * _erfcx(float(v)) for v in x])
 
@@ -181,7 +182,7 @@ def row_losses(loss: str, output: NDArray, targets: NDArray, gradient: NDArray |
     outputs = output.dtype.type(output.shape[1])
     if loss == "binary_cross_entropy":
         losses = np.maximum(output, 0) - output * targets + np.log1p(np.exp(-np.abs(output)))
-        slope = sigmoid(output) - targets if gradient is not None else None
+        slope = sigmoid(output) - targets
     else:
         error = output - targets
         losses, slope = _of_error(loss, error, delta)

@@ -28,7 +28,8 @@ def open_engine(
 ) -> tuple[Engine, str]:
     """The engine that `run.engine` asks for, and one line that says why it is this one.
 
-    Call it on every rank: whether all have a GPU is agreed. Raises SystemUnfitError (AgreedError under several
+    Call it on every rank: whether all have a GPU is agreed. Without `feed` nothing is trained, and the reference
+    engine in fp32 stands in wherever there is no GPU. Raises SystemUnfitError (AgreedError under several
     ranks) where the engine asked for cannot run here, and says what is missing.
     """
     wanted = config.run.engine
@@ -47,7 +48,7 @@ def open_engine(
             return engine, engine.reason
         warning = f"; warning: GPUs are shared: {binding.warning}" if binding.shared else ""
         return engine, f"{engine.reason}{warning}\n{table(binding.seats)}"
-    if wanted == "fused":
+    if wanted == "fused" and feed is not None:
 
         def refuse() -> None:
             if obstacle_here := _obstacle_here(config):
@@ -68,8 +69,9 @@ def _fused(arguments: tuple, ordinal: int) -> FusedEngine:
 
 
 def _reference(arguments: tuple, reason: str) -> ReferenceEngine:
-    precision = arguments[0].run.precision
-    if precision != "fp32":
+    config, feed = arguments[0], arguments[3]
+    precision = config.run.precision
+    if precision != "fp32" and feed is not None:  # what was trained on a GPU can be used anywhere
         raise SystemUnfitError(
             f"run.precision = {precision} needs the fused engine on a GPU, and the reference engine was taken "
             f"({reason}); set run.precision = fp32"
