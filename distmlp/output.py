@@ -81,7 +81,7 @@ class RunOutput:
             os.unlink(self.path / SUMMARY)  # it told of an end that is none
         path = self.path / METRICS
         _replace(path, "".join(_lines_until(path, step)))
-        self._metrics = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._metrics = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def record(self, entry: dict[str, Any]) -> None:
         """Append one line to `metrics.jsonl`; numbers that are not finite become null. Raises CheckpointError."""
