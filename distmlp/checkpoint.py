@@ -107,7 +107,9 @@ def load(path: str | Path, *, explain: bool = True) -> Checkpoint:
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read: {error.strerror or error}") from None
     inside = explained(path) if explain else ""
-    raise CheckpointError(f"{where}: {broken}{inside and f'; inside: {inside}'}")
+    raise CheckpointError(
+        f"{where}: {broken}{inside and f'; inside: {inside}'}; take another checkpoint, or a copy of it"
+    )
 
 
 def content_sha256(attributes: dict[str, Any], tensors: dict[str, NDArray]) -> str:
