@@ -91,3 +91,14 @@ def test_hash_is_over_weights_and_biases_in_layer_order_without_the_gaps():
     changed = flat.copy()
     network.views(changed)[1][1][1] += 1
     assert network.sha256(changed) != digest.hexdigest()
+
+
+def test_fingerprint_tells_any_changed_value():
+    network = Network.build((7, 5, 3), "relu", "identity")
+    flat = network.initial(0, "he_normal")
+    other = flat.copy()
+    assert network.fingerprint(other) == network.fingerprint(flat)
+    for place in (0, 1, network.layers[1].bias_offset):
+        other = flat.copy()
+        other[place] = np.nextafter(other[place], np.float32(9))
+        assert network.fingerprint(other) != network.fingerprint(flat)
