@@ -29,7 +29,7 @@ def best(record: dict[str, Any], preset: str, subjects: tuple[str, ...]) -> dict
 def table(record: dict[str, Any]) -> str:
     """Markdown: medians in µs a step, the spread of distmlp's blocks, and how far the best peer is behind."""
     lines = [
-        "| preset | layers | batch | distmlp (min–max) | PyTorch | JAX | limit | best peer ÷ distmlp | distmlp ÷ limit |",
+        "| preset | layers | batch | distmlp (min–max) | PyTorch | JAX | limit | best peer ÷ ours | ours ÷ limit |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in PRESETS:
