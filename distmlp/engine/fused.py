@@ -40,6 +40,7 @@ class FusedEngine:
     """
 
     name = "fused"
+    transport = "none"  # how gradients are reduced; set by `open_engine`
     devices: list[dict[str, Any]]  # of all ranks: rank, host, name, uuid; set by `open_engine`
 
     def __init__(

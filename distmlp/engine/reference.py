@@ -38,6 +38,7 @@ class ReferenceEngine:
 
     name = "reference"
     precision = "fp32"
+    transport = "none"  # how gradients are reduced; set by `open_engine`
 
     def __init__(
         self,

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from distmlp.comm.binding import bind, table
+from distmlp.comm.startup import library_make
+from distmlp.comm.transport import Choice, Facts, choose_transport
 from distmlp.engine.reference import ReferenceEngine
 from distmlp.errors import SystemUnfitError
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from distmlp.engine import Engine, Standardization
     from distmlp.engine.fused import FusedEngine
     from distmlp.network import Network
+
+FUSED_TRANSPORTS = frozenset({"staged"})  # those that the fused engine has
 
 
 def open_engine(
@@ -39,7 +43,9 @@ def open_engine(
     obstacle = _obstacle(config, world)
     if not obstacle:
         binding = bind(world, config.run.share_gpu)
+        choice = _transport(config, world, "fused", binding.shared)
         engine = world.agree(lambda: _fused(arguments, binding.ordinal), "fused engine")
+        engine.transport = choice.transport
         engine.devices = [
             {"rank": seat.rank, "host": seat.host, "name": seat.gpu.name, "uuid": seat.gpu.uuid}
             for seat in binding.seats
@@ -47,7 +53,9 @@ def open_engine(
         if world.size == 1:
             return engine, engine.reason
         warning = f"; warning: GPUs are shared: {binding.warning}" if binding.shared else ""
-        return engine, f"{engine.reason}{warning}\n{table(binding.seats)}"
+        return engine, (
+            f"{engine.reason}{warning}\n{table(binding.seats)}\ntransport {choice.transport} ({choice.reason})"
+        )
     if wanted == "fused" and feed is not None:
 
         def refuse() -> None:
@@ -57,6 +65,15 @@ def open_engine(
 
         world.agree(refuse, "fused engine")
     return _reference(arguments, obstacle), f"no GPU engine: {obstacle}"
+
+
+def _transport(config: RunConfig, world: World, engine: str, shared_gpu: bool = False) -> Choice:
+    """How gradients are reduced. Raises SystemUnfitError, on every rank, where what was asked for cannot work."""
+    facts = Facts(
+        engine, world.size, len(world.hosts), world.library, library_make(world.library),
+        shared_gpu=shared_gpu, offered=FUSED_TRANSPORTS,
+    )  # fmt: skip
+    return choose_transport(config.run.transport, facts)
 
 
 def _fused(arguments: tuple, ordinal: int) -> FusedEngine:
@@ -69,14 +86,16 @@ def _fused(arguments: tuple, ordinal: int) -> FusedEngine:
 
 
 def _reference(arguments: tuple, reason: str) -> ReferenceEngine:
-    config, feed = arguments[0], arguments[3]
+    config, world, feed = arguments[0], arguments[2], arguments[3]
     precision = config.run.precision
     if precision != "fp32" and feed is not None:  # what was trained on a GPU can be used anywhere
         raise SystemUnfitError(
             f"run.precision = {precision} needs the fused engine on a GPU, and the reference engine was taken "
             f"({reason}); set run.precision = fp32"
         )
-    return ReferenceEngine(*arguments)
+    engine = ReferenceEngine(*arguments)
+    engine.transport = _transport(config, world, "reference").transport
+    return engine
 
 
 def _obstacle(config: RunConfig, world: World) -> str:

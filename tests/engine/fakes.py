@@ -31,6 +31,8 @@ class FakeWorld:
     job: FakeJob = field(default_factory=lambda: FakeJob(1))
     rank: int = 0
     calls: list[str] = field(default_factory=list)
+    hosts: tuple[str, ...] = ("host",)
+    library: str = ""
 
     @property
     def size(self) -> int:

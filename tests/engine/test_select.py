@@ -7,7 +7,7 @@ from distmlp.engine.device import find_obstacle
 from distmlp.engine.select import open_engine
 from distmlp.errors import AgreedError, SystemUnfitError
 from distmlp.network import Network
-from tests.engine.fakes import FakeWorld
+from tests.engine.fakes import FakeJob, FakeWorld
 
 NO_GPU = pytest.mark.skipif(not find_obstacle(), reason="there is a GPU")
 NETWORK = Network.build([3, 2], "relu", "identity")
@@ -42,3 +42,12 @@ def test_training_as_asked_for_is_refused_where_it_cannot_be(run, said):
     with pytest.raises((SystemUnfitError, AgreedError), match=said) as refused:
         opened(object(), **run)
     assert refused.value.exit_code == 4
+
+
+@pytest.mark.parametrize("transport", ["nccl", "peer"])
+def test_transports_of_gpus_are_refused_by_the_reference_engine(transport):
+    config = RunConfig(
+        model={"layers": (3, 2)}, data={"train": "x"}, run={"engine": "reference", "transport": transport}
+    )
+    with pytest.raises(SystemUnfitError, match=rf"run\.transport = {transport} needs the fused engine"):
+        open_engine(config, NETWORK, FakeWorld(FakeJob(2)), None, Standardization())
