@@ -11,10 +11,10 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from launching import run_mpi
 
 from tests.faults.faults import SECONDS, RunningJob, injection, train_command
 from tests.faults.problem import make_problem
+from tests.launching import run_mpi
 
 RANKS = 3
 # Runs a command and notes its exit code by rank, as the launcher gets to see it.

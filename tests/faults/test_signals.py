@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import mpirun_make
 
 from tests.faults.faults import RunningJob, injection, train_command, wait_for
 from tests.faults.problem import losses, make_problem, newest_step, sha256, train
+from tests.launching import mpirun_make
 
 STEPS = 400
 STOP_SECONDS = 10.0
