@@ -88,7 +88,7 @@ class DeviceState:
         optimizer = config.optimizer
         structure["raw_type"] = layout.RAW_TYPES.index(plan.task.raw_type)
         structure["layers"] = len(plan.layers)
-        structure["gradient_tasks"], structure["gradient_tiles"] = plan.gradient_tasks, plan.gradient_tiles
+        structure["gradient_tiles"], structure["whole_tiles"] = plan.gradient_tiles, plan.whole_tiles
         structure["stop_on_nonfinite"] = config.run.on_nonfinite == "stop"
         structure["needs_norm"] = optimizer.clip_norm > 0
         structure["deferred"] = plan.task.ranks > 1
@@ -100,7 +100,7 @@ class DeviceState:
                 entry[name] = address(f"{name}{layer.index}")
             for name in ("weight_offset", "bias_offset", "fan_in", "fan_out"):
                 entry[name] = getattr(layer, name)
-            for name in ("ld_in", "ld_out", "tiles_m", "tiles_n", "splits", "first_task", "first_tile"):
+            for name in ("ld_in", "ld_out", "tiles_n", "first_tile"):
                 entry[name] = getattr(sizes, name)
             entry["activation"] = layout.ACTIVATIONS.index(layer.activation)
         return structure

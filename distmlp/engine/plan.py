@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from distmlp.engine.plan_narrow import NarrowPlan, plan_narrow
-from distmlp.engine.plan_tiles import STATIC_BYTES, TileShape, choose_splits, choose_tile, shapes_for
+from distmlp.engine.plan_tiles import STATIC_BYTES, TileShape, choose_gradient_tile, choose_tile, shapes_for
 from distmlp.engine.tally import TALLY
 from distmlp.errors import SystemUnfitError
 from distmlp.network import Network
@@ -61,11 +61,9 @@ class LayerPlan:
 
     ld_in: int
     ld_out: int
-    tiles_m: int  # of the weight gradient
-    tiles_n: int
-    splits: int
-    first_task: int
-    first_tile: int
+    tiles: int  # of the weight gradient
+    tiles_n: int  # of them across
+    first_tile: int  # in the list of all layers' tiles
 
 
 @dataclass(frozen=True)
@@ -87,6 +85,7 @@ class Plan:
     tile: TileShape  # hidden layers forward and backward
     output_tile: TileShape
     gradient_tile: TileShape
+    whole_tiles: bool  # no weight-gradient tile is shared by blocks
     shared_bytes: int
     blocks: int
     rows: int  # that the buffers hold
@@ -103,14 +102,8 @@ class Plan:
         return 2 if self.product == "BF16" else 4
 
     @property
-    def gradient_tasks(self) -> int:
-        last = self.layers[-1]
-        return last.first_task + last.tiles_m * last.tiles_n * last.splits
-
-    @property
     def gradient_tiles(self) -> int:
-        last = self.layers[-1]
-        return last.first_tile + last.tiles_m * last.tiles_n
+        return self.layers[-1].first_tile + self.layers[-1].tiles
 
     @cached_property
     def memory_bytes(self) -> int:
@@ -121,8 +114,10 @@ class Plan:
         lines = [
             f"{widths} batch {self.task.rows} {self.task.precision} on {self.device.name}: {self.regime}",
             f"  {self.product} tiles {self.tile}, output {self.output_tile}, gradients {self.gradient_tile}",
-            f"  {self.blocks} blocks of {THREADS} threads, {self.shared_bytes:,} of {self.device.shared_bytes:,} shared bytes",
-            f"  splits of the batch in weight gradients: {' '.join(str(layer.splits) for layer in self.layers)}",
+            f"  {self.blocks} blocks of {THREADS} threads, "
+            f"{self.shared_bytes:,} of {self.device.shared_bytes:,} shared bytes",
+            f"  {self.gradient_tiles} weight-gradient tiles, "
+            f"{'a block each' if self.whole_tiles else 'shared by blocks'}",
             f"  device memory {self.memory_bytes:,} bytes of {self.device.memory_bytes:,}",
         ]
         if self.narrow:
@@ -143,15 +138,14 @@ def make_plan(task: Task, device: Device, narrow: bool = True) -> Plan:
     multiprocessors = device.multiprocessors
     products = [(rows, n, k) for k, n in pairs[:-1]] + [(rows, k, n) for k, n in pairs[1:]]
     tile = choose_tile(shapes, product, products or [(rows, *pairs[0])], multiprocessors)
-    softmax_rows_fit = [shape for shape in shapes if shape.n <= 128]
-    output_tile = choose_tile(softmax_rows_fit, product, [(rows, pairs[-1][1], pairs[-1][0])], multiprocessors)
-    gradient_tile, splits = choose_splits(shapes, product, pairs, rows, multiprocessors)
+    output_tile = choose_tile(shapes, product, [(rows, pairs[-1][1], pairs[-1][0])], multiprocessors)
+    gradient_tile, whole = choose_gradient_tile(shapes, product, pairs, rows, multiprocessors)
     tiles = (tile, output_tile, gradient_tile)
     shared = max(shape.shared_bytes(product) for shape in tiles)
     each = blocks_each(tiles, shared, device)
     plan = Plan(
-        task, device, product, *tiles, shared, each * multiprocessors,
-        max(rows, EVALUATION_ROWS), tuple(_layers(pairs, gradient_tile, splits)),
+        task, device, product, *tiles, whole, shared, each * multiprocessors,
+        max(rows, EVALUATION_ROWS), tuple(_layers(pairs, gradient_tile)),
         _narrow(task, device) if narrow else None,
     )  # fmt: skip
     plan = replace(plan, buffers=tuple(_buffers(plan)))
@@ -182,13 +176,13 @@ def aligned(size: int, to: int) -> int:
     return -(-size // to) * to
 
 
-def _layers(pairs: list[tuple[int, int]], tile: TileShape, splits: int) -> list[LayerPlan]:
-    plans, task, tiles = [], 0, 0
+def _layers(pairs: list[tuple[int, int]], tile: TileShape) -> list[LayerPlan]:
+    plans: list[LayerPlan] = []
+    first = 0
     for fan_in, fan_out in pairs:
-        down, across = -(-fan_in // tile.m), -(-fan_out // tile.n)
-        plans.append(LayerPlan(aligned(fan_in, 8), aligned(fan_out, 8), down, across, splits, task, tiles))
-        task += down * across * splits
-        tiles += down * across
+        across = -(-fan_out // tile.n)
+        plans.append(LayerPlan(aligned(fan_in, 8), aligned(fan_out, 8), -(-fan_in // tile.m) * across, across, first))
+        first += plans[-1].tiles
     return plans
 
 
@@ -216,8 +210,8 @@ def _buffers(plan: Plan) -> list[Buffer]:
         Buffer("predictions", plan.rows * outputs * 4),
         Buffer("raw_rows", EVALUATION_ROWS * task.network.inputs * 4),
     ]
-    if any(layer.splits > 1 for layer in plan.layers):
-        buffers.append(Buffer("partial_tiles", plan.gradient_tasks * plan.gradient_tile.m * plan.gradient_tile.n * 4))
+    if not plan.whole_tiles:
+        buffers.append(Buffer("partial_tiles", 2 * plan.blocks * plan.gradient_tile.m * plan.gradient_tile.n * 4))
     if softmax:
         buffers.append(Buffer("logits", plan.rows * outputs * 4))
     if plan.narrow:

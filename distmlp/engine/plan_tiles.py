@@ -96,50 +96,56 @@ def shapes_for(product: str, capability: int, shared_bytes: int) -> list[TileSha
     return [shape for shape in fitted if shape is not None]
 
 
-# Clocks of a multiprocessor, fitted to an H200: multiply-adds a clock that the main loops reach, bytes a clock that
-# come in from L2 with all multiprocessors reading, starting a tile, finishing results.
-_MULTIPLIES = {"FMA": 90.0, "TF32": 220.0, "BF16": 450.0}
-_WARPGROUP_MULTIPLIES = {256: 1600.0, 128: 1250.0, 64: 1000.0}  # by the tile's width
-_BYTES, _START, _FINISH, _STEP = 32.0, 1500.0, 0.12, 40.0
+# Clocks of a multiprocessor, fitted to an H200: multiply-adds a clock of the main loops, what a stage costs besides,
+# bytes a clock that come in from L2 with all multiprocessors reading, beginning a phase, a tile, finishing a result,
+# updating a parameter, handing a result over to another block.
+_MULTIPLIES = {"FMA": 95.0, "TF32": 300.0, "BF16": 450.0}
+_WARPGROUP_MULTIPLIES = 2000.0
+_STAGE, _BYTES, _PHASE, _TILE, _FINISH, _UPDATE, _HAND_OVER = 350.0, 32.0, 1500.0, 500.0, 0.25, 1.0, 0.5
 
 
-def tile_clocks(shape: TileShape, product: str, depth: int) -> float:
-    """Estimated time of one tile of `shape` over `depth`, in clocks."""
-    element = 2 if product == "BF16" else 4
-    rate = _WARPGROUP_MULTIPLIES[shape.n] if shape.warpgroups else _MULTIPLIES[product]
-    multiply = shape.m * shape.n * shape.k / rate
-    move = (shape.m + shape.n) * shape.k * element / _BYTES
-    return _START + -(-depth // shape.k) * (max(multiply, move) + _STEP) + _FINISH * shape.m * shape.n
+def stage_clocks(shape: TileShape, product: str) -> float:
+    """Estimated time of one stage of the main loop, in clocks."""
+    rate = _WARPGROUP_MULTIPLIES if shape.warpgroups else _MULTIPLIES[product]
+    move = (shape.m + shape.n) * shape.k * (2 if product == "BF16" else 4) / _BYTES
+    return _STAGE + max(shape.m * shape.n * shape.k / rate, move)
 
 
 def product_clocks(shape: TileShape, product: str, m: int, n: int, k: int, blocks: int) -> float:
     """Estimated time of C (m, n) = A (m, k) B (k, n) over the grid: full rounds of tiles."""
     tiles = -(-m // shape.m) * -(-n // shape.n)
-    return -(-tiles // blocks) * tile_clocks(shape, product, k)
+    a_tile = _TILE + -(-k // shape.k) * stage_clocks(shape, product) + _FINISH * shape.m * shape.n
+    return _PHASE + -(-tiles // blocks) * a_tile
 
 
 def choose_tile(
     shapes: Sequence[TileShape], product: str, products: Sequence[tuple[int, int, int]], blocks: int
 ) -> TileShape:
-    """The shape with the least estimated time over all matrix products (m, n, k) of the forward and backward pass."""
+    """The shape with the least estimated time over all matrix products (m, n, k) of some layers."""
     return min(shapes, key=lambda shape: sum(product_clocks(shape, product, *sizes, blocks) for sizes in products))
 
 
-def choose_splits(
+def choose_gradient_tile(
     shapes: Sequence[TileShape], product: str, layers: Sequence[tuple[int, int]], rows: int, blocks: int
-) -> tuple[TileShape, int]:
-    """Shape and splits of the batch for the weight gradients of all `layers` (fan_in, fan_out) in one phase."""
+) -> tuple[TileShape, bool]:
+    """Shape for the weight gradients of all `layers` (fan_in, fan_out), and whether every tile is one block's work.
 
-    def clocks(shape: TileShape, splits: int) -> float:
+    If not, the stages of all tiles are shared out evenly, and blocks hand over the parts of tiles.
+    """
+
+    def clocks(shape: TileShape, whole: bool) -> float:
         tiles = sum(-(-fan_in // shape.m) * -(-fan_out // shape.n) for fan_in, fan_out in layers)
-        steps = -(-rows // shape.k)
-        depth = -(-steps // splits) * shape.k
-        updating = 0.4 * shape.m * shape.n / splits  # parameters and slots in and out
-        handing_over = 0.15 * shape.m * shape.n * 2 + 1000.0 if splits > 1 else 0.0
-        rounds = -(-tiles * splits // blocks)
-        return rounds * (tile_clocks(shape, product, depth) + updating + handing_over)
+        stages = -(-rows // shape.k)
+        a_stage, results = stage_clocks(shape, product), shape.m * shape.n
+        finish = _TILE + (_FINISH + _UPDATE) * results
+        if whole:
+            return -(-tiles // blocks) * (stages * a_stage + finish)
+        sharers = max(1.0, blocks / tiles)
+        return (
+            -(-tiles * stages // blocks) * a_stage
+            + -(-tiles // blocks) * finish
+            + (2 * _TILE + _HAND_OVER * results * (2 + sharers))
+        )
 
-    candidates = [
-        (shape, splits) for shape in shapes for splits in range(1, 33) if splits == 1 or rows >= splits * 2 * shape.k
-    ]
+    candidates = [(shape, whole) for shape in shapes for whole in (True, False)]
     return min(candidates, key=lambda candidate: clocks(*candidate))

@@ -22,45 +22,29 @@ __device__ __forceinline__ float standardize(double x, const float* high, const 
     return high ? (float)((x - (double)high[c]) - (double)low[c]) * factor[c] : (float)x;
 }
 
-// One row by one warp; returns the largest magnitude this lane wrote, as bits.
+#define GATHER_COLUMNS 128  // of a row that a warp takes at a time
+
+// Columns [from, to) of one row by one warp; returns the largest magnitude this lane wrote, as bits. `Wide` is what
+// the mean is taken from: float64 for types that float32 does not hold.
 template <class T, class Wide>
-__device__ __forceinline__ u32 gather_inputs(const T* raw, Element* out, int features, int padded) {
-    u32 largest = 0;
-    if constexpr (sizeof(T) == 4) {
-        if (features == padded) {  // rows of whole 32-byte pieces
-            for (int c = (threadIdx.x & 31) * 4; c < features; c += 128) {
-                float4 v = *(const float4*)(raw + c);
-                if (ENGINE.input_mean_high) {
-                    const float *high = ENGINE.input_mean_high, *low = ENGINE.input_mean_low;
-                    const auto scale = [&](float& x, int k) {
-                        x = standardize(x, high, low, ENGINE.input_factor, c + k);
-                    };
-                    scale(v.x, 0), scale(v.y, 1), scale(v.z, 2), scale(v.w, 3);
-                }
-                largest = max(largest, magnitude_bits(v));
-                store_quad(out + c, v);
-            }
-            return largest;
+__device__ __forceinline__ u32 gather_inputs(const T* raw, Element* out, int from, int to, int features) {
+    const float *high = ENGINE.input_mean_high, *low = ENGINE.input_mean_low, *factor = ENGINE.input_factor;
+    if constexpr (sizeof(T) == 4 && sizeof(Wide) == 4) {
+        const int c = from + (threadIdx.x & 31) * 4;
+        if (features % 8 == 0) {  // a lane's four columns exist or not as one
+            if (c >= to) return 0;
+            float4 v = *(const float4*)(raw + c);
+            const auto scale = [&](float& x, int k) { x = standardize(x, high, low, factor, c + k); };
+            scale(v.x, 0), scale(v.y, 1), scale(v.z, 2), scale(v.w, 3);
+            store_quad(out + c, v);
+            return magnitude_bits(v);
         }
     }
-    for (int c = threadIdx.x & 31; c < padded; c += 32) {
-        float value = 0.f;
-        if (c < features)
-            value = standardize(
-                (Wide)raw_to_float(raw[c]), ENGINE.input_mean_high, ENGINE.input_mean_low, ENGINE.input_factor, c);
-        largest = max(largest, magnitude_bits(value));
-        out[c] = to_element(value);
-    }
-    return largest;
-}
-template <class T>
-__device__ __forceinline__ u32 gather_exact(const T* raw, Element* out, int features, int padded) {
-    u32 largest = 0;  // 8-byte types: standardized before they are rounded
-    for (int c = threadIdx.x & 31; c < padded; c += 32) {
-        float value = 0.f;
-        if (c < features)
-            value = standardize(
-                (double)raw[c], ENGINE.input_mean_high, ENGINE.input_mean_low, ENGINE.input_factor, c);
+    u32 largest = 0;
+#pragma unroll
+    for (int c = from + (threadIdx.x & 31); c < from + GATHER_COLUMNS; c += 32) {
+        if (c >= to) break;
+        const float value = c < features ? standardize((Wide)raw_to_float(raw[c]), high, low, factor, c) : 0.f;
         largest = max(largest, magnitude_bits(value));
         out[c] = to_element(value);
     }
@@ -68,11 +52,14 @@ __device__ __forceinline__ u32 gather_exact(const T* raw, Element* out, int feat
 }
 
 template <int TYPE>
-__device__ __forceinline__ u32 gather_any(const void* raw, i64 row, Element* out, int features, int padded) {
-#define RAW_CASE(code, type) \
-    if constexpr (TYPE == code) return gather_inputs<type, float>((const type*)raw + row * features, out, features, padded)
-#define EXACT_CASE(code, type) \
-    if constexpr (TYPE == code) return gather_exact<type>((const type*)raw + row * features, out, features, padded)
+__device__ __forceinline__ u32 gather_any(
+    const void* raw, i64 row, Element* out, int from, int to, int features) {
+#define RAW_CASE(code, type)    \
+    if constexpr (TYPE == code) \
+    return gather_inputs<type, float>((const type*)raw + row * features, out, from, to, features)
+#define EXACT_CASE(code, type)  \
+    if constexpr (TYPE == code) \
+    return gather_inputs<type, double>((const type*)raw + row * features, out, from, to, features)
     RAW_CASE(RAW_U8, u8);
     RAW_CASE(RAW_I8, signed char);
     RAW_CASE(RAW_U16, u16);
@@ -93,19 +80,25 @@ __device__ __forceinline__ i64 raw_row(const Raw& raw, i64 position) {
     return raw.index ? (i64)raw.index[position] : position;
 }
 
-// `rows` rows from position `first` on into `batch`, one warp a row, the grid's warps in turn.
-// Writes every element of those rows, padding included. `largest`, if not null, collects the inputs' magnitude.
+// `rows` rows from position `first` on into `batch`, by all warps of the grid. Writes every element of those rows,
+// padding included. `largest`, if not null, collects the inputs' magnitude.
 template <int TYPE>
 __device__ __noinline__ void gather_rows(const Raw& raw, i64 first, int rows, const Batch& batch, u32* largest) {
-    const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const Layer& bottom = ENGINE.layer[0];
+    const int pieces = (bottom.ld_in + GATHER_COLUMNS - 1) / GATHER_COLUMNS, warps = gridDim.x * (blockDim.x >> 5);
     u32 seen = 0;
-    for (int r = blockIdx.x + gridDim.x * (threadIdx.x >> 5); r < rows; r += gridDim.x * warps) {
+#pragma unroll 2
+    for (i64 unit = blockIdx.x + gridDim.x * (threadIdx.x >> 5); unit < (i64)rows * pieces; unit += warps) {
+        const int r = (int)(unit / pieces), from = (int)(unit % pieces) * GATHER_COLUMNS;
         const i64 row = raw_row(raw, first + r);
-        seen = max(seen, gather_any<TYPE>(
-                             raw.inputs, row, batch.inputs + (i64)r * bottom.ld_in, bottom.fan_in, bottom.ld_in));
-        if (raw.labels && lane == 0) batch.labels[r] = raw.labels[row];
-        if (raw.weights && lane == 0) batch.weights[r] = raw.weights[row];
+        const u32 found = gather_any<TYPE>(
+            raw.inputs, row, batch.inputs + (i64)r * bottom.ld_in, from, min(bottom.ld_in, from + GATHER_COLUMNS),
+            bottom.fan_in);
+        seen = max(seen, found);
+        if (from == 0 && (threadIdx.x & 31) == 0) {
+            if (raw.labels) batch.labels[r] = raw.labels[row];
+            if (raw.weights) batch.weights[r] = raw.weights[row];
+        }
     }
     if (largest) warp_largest(largest, seen);
 }

@@ -61,8 +61,8 @@ struct OutputTile {
     static __device__ __forceinline__ int column() { return threadIdx.x % QUADS * 4; }
     static __device__ __forceinline__ bool has_rows() { return threadIdx.x < PASS * QUADS; }
 
-    // finish(row in tile, four results, prepare(row in tile)); the loads that `prepare` makes for AHEAD rows are
-    // under way before the first of them is finished.
+    // finish(row in tile, four results, prepare(row in tile)); `prepare` begins to load AHEAD rows while the AHEAD
+    // before them are finished.
     template <int AHEAD, class Prepare, class Finish>
     static __device__ __forceinline__ void for_each_row(const float* tile, const Prepare& prepare, const Finish& finish) {
         constexpr int ROWS = M / PASS, STEP = ROWS < AHEAD ? ROWS : AHEAD;
@@ -70,13 +70,18 @@ struct OutputTile {
         if (!has_rows()) return;
         const float* own = tile + threadIdx.x / QUADS * STRIDE + column();
         int r = threadIdx.x / QUADS;
+        decltype(prepare(0)) known[STEP], next[STEP];
+#pragma unroll
+        for (int i = 0; i < STEP; ++i) known[i] = prepare(r + i * PASS);
 #pragma unroll 1
         for (int step = 0; step < ROWS / STEP; ++step) {
-            decltype(prepare(0)) known[STEP];
+            if (step + 1 < ROWS / STEP)
 #pragma unroll
-            for (int i = 0; i < STEP; ++i) known[i] = prepare(r + i * PASS);
+                for (int i = 0; i < STEP; ++i) next[i] = prepare(r + (STEP + i) * PASS);
 #pragma unroll
             for (int i = 0; i < STEP; ++i) finish(r + i * PASS, *(const float4*)(own + i * PASS * STRIDE), known[i]);
+#pragma unroll
+            for (int i = 0; i < STEP; ++i) known[i] = next[i];
             r += STEP * PASS;
             own += STEP * PASS * STRIDE;
         }

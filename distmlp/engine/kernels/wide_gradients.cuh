@@ -14,40 +14,67 @@ __device__ __forceinline__ bool surely_finite(const Flags& flags, int rows) {
     return __syncthreads_and(sure);
 }
 
-// Adds the splits of a weight-gradient tile in their order; true in the block that came last, which then holds the sum.
-__device__ __forceinline__ bool add_splits(Gradient& product, const Layer& layer, int tile, int split) {
-    __shared__ u32 arrived;
+// The work of this phase is all stages of all tiles in one line, cut into equal pieces, one a block ("stream-K",
+// Osama et al. 2023); or whole tiles, where these are many. A tile that several blocks share is added up in the order
+// of the blocks by the one that comes last.
+struct Share {
+    int steps;  // stages of a tile
+    i64 total;  // what the line is cut by: stages, or whole tiles
+    int unit;   // stages of one such piece
+
+    __device__ __forceinline__ explicit Share(int rows) : steps(max(1, ceil_div(rows, Gradient::DEPTH))) {
+        unit = ENGINE.whole_tiles ? steps : 1;
+        total = (i64)ENGINE.gradient_tiles * (steps / unit);
+    }
+    __device__ __forceinline__ i64 begin(int block) const { return block * total / gridDim.x * unit; }
+    __device__ __forceinline__ int owner(i64 step) const {
+        return (int)(((step / unit + 1) * gridDim.x - 1) / total);
+    }
+};
+
+// A block has at most two tiles that it shares: its first and its last.
+__device__ __forceinline__ float2* partial_tile(const Share& share, i64 tile_begin, int block) {
+    const i64 slot = 2 * (i64)block + (share.begin(block) < tile_begin);
+    return (float2*)ENGINE.partial_tiles + slot * (GRADIENT_M * GRADIENT_N / 2) +
+           threadIdx.x % (THREADS / Gradient::SLICES);
+}
+
+// Hands a share of `tile` over; true in the block that came last, which then holds the sum.
+__device__ __forceinline__ bool add_shares(Gradient& product, const Share& share, int tile) {
+    __shared__ int arrived;
     constexpr int STRIDE = THREADS / Gradient::SLICES;
-    const auto place = [&](int s) {
-        return (float2*)ENGINE.partial_tiles +
-               ((i64)layer.first_task + (i64)tile * layer.splits + s) * (GRADIENT_M * GRADIENT_N / 2) +
-               threadIdx.x % STRIDE;
-    };
+    const i64 tile_begin = (i64)tile * share.steps;
+    const int first = share.owner(tile_begin), last = share.owner(tile_begin + share.steps - 1);
+    float2* own = partial_tile(share, tile_begin, blockIdx.x);
     if (product.holds_results())
 #pragma unroll
         for (int p = 0; p < Gradient::PAIRS; ++p)
-            place(split)[p * STRIDE] = make_float2(product.c[2 * p], product.c[2 * p + 1]);
+            own[p * STRIDE] = make_float2(product.c[2 * p], product.c[2 * p + 1]);
+    int sharers = 0;
+    for (int b = first; b <= last; ++b) sharers += share.begin(b) < share.begin(b + 1);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        u32* counter = ENGINE.tile_arrivals + layer.first_tile + tile;
-        arrived = atomicAdd(counter, 1);
-        if (arrived == layer.splits - 1) *counter = 0;
+        u32* counter = ENGINE.tile_arrivals + tile;
+        arrived = atomicAdd(counter, 1) + 1;
+        if (arrived == sharers) *counter = 0;
     }
     __syncthreads();
-    if (arrived != layer.splits - 1) return false;
+    if (arrived != sharers) return false;
     __threadfence();
-#pragma unroll
-    for (int i = 0; i < 2 * Gradient::PAIRS; ++i) product.c[i] = 0.f;
+    product.begin();
     if (product.holds_results())
 #pragma unroll 1
-        for (int s = 0; s < layer.splits; ++s)
+        for (int b = first; b <= last; ++b) {
+            if (share.begin(b) == share.begin(b + 1)) continue;
+            const float2* from = partial_tile(share, tile_begin, b);
 #pragma unroll
             for (int p = 0; p < Gradient::PAIRS; ++p) {
-                const float2 part = __ldcg(place(s) + p * STRIDE);
+                const float2 part = __ldcg(from + p * STRIDE);
                 product.c[2 * p] += part.x;
                 product.c[2 * p + 1] += part.y;
             }
+        }
     return true;
 }
 
@@ -57,42 +84,44 @@ __device__ __forceinline__ void finish_weights(const Layer& layer, int m0, int n
     const float* tile = output_tile<Gradient>();
     const int c = n0 + Output::column();
     if (direct)
-        Output::for_each_row<4>(
+        Output::for_each_row<2>(
             tile, [&](int r) { return load_weights(layer, m0 + r, c); },
             [&](int r, const float4& v, Parameters& parameters) { weight_update(layer, h, m0 + r, c, v, parameters); });
     else
         Output::for_each_row(tile, [&](int r, const float4& v) { weight_gradient(layer, m0 + r, c, v); });
 }
 
-// The layer of a weight-gradient task; tasks are numbered through all layers.
-__device__ __forceinline__ int layer_of_task(int task) {
+// The layer of a weight-gradient tile; tiles are numbered through all layers.
+__device__ __forceinline__ int layer_of_tile(int tile) {
     int l = 0;
-    while (l + 1 < ENGINE.layers && task >= ENGINE.layer[l + 1].first_task) ++l;
+    while (l + 1 < ENGINE.layers && tile >= ENGINE.layer[l + 1].first_tile) ++l;
     return l;
 }
 
 __device__ PHASE void weight_gradients(const Batch& batch, int rows, bool direct, const Hyper& h) {
+    const Share share(rows);
+    const i64 begin = share.begin(blockIdx.x), end = share.begin(blockIdx.x + 1);
+    const int first = (int)(begin / share.steps);
     const auto work = [&](int i, TileWork& w) {
-        const int task = blockIdx.x + i * gridDim.x;
-        if (task >= ENGINE.gradient_tasks) return false;
-        const int l = layer_of_task(task);
+        const int tile = first + i;
+        const i64 tile_begin = (i64)tile * share.steps;
+        const int from = (int)(max(begin, tile_begin) - tile_begin), to = (int)min(end - tile_begin, (i64)share.steps);
+        if (from >= to) return false;
+        const int l = layer_of_tile(tile);
         const Layer& layer = ENGINE.layer[l];
-        const int tile = (task - layer.first_task) / layer.splits, split = (task - layer.first_task) % layer.splits;
-        const int depth = ceil_div(ceil_div(rows, Gradient::DEPTH), layer.splits) * Gradient::DEPTH;
-        w.a = View{layer_input(l, batch), layer.ld_in, min(rows, (split + 1) * depth), layer.ld_in};
+        const int own = tile - layer.first_tile;
+        w.a = View{layer_input(l, batch), layer.ld_in, min(rows, to * Gradient::DEPTH), layer.ld_in};
         w.b = View{layer.error, layer.ld_out, w.a.rows, layer.ld_out};
-        w.m0 = tile / layer.tiles_n * GRADIENT_M;
-        w.n0 = tile % layer.tiles_n * GRADIENT_N;
-        w.k = split * depth;
-        w.steps = w.a.rows > w.k ? ceil_div(w.a.rows - w.k, Gradient::DEPTH) : 0;
+        w.m0 = own / layer.tiles_n * GRADIENT_M;
+        w.n0 = own % layer.tiles_n * GRADIENT_N;
+        w.k = from * Gradient::DEPTH;
+        w.steps = to - from;
         return true;
     };
     for_each_tile<Gradient>(dynamic_shared, work, [&](int i, const TileWork& w, Gradient& product) {
-        const int task = blockIdx.x + i * gridDim.x;
-        const Layer& layer = ENGINE.layer[layer_of_task(task)];
-        const int own = task - layer.first_task;
+        const Layer& layer = ENGINE.layer[layer_of_tile(first + i)];
         product.add_slices(output_tile<Gradient>());
-        if (layer.splits > 1 && !add_splits(product, layer, own / layer.splits, own % layer.splits)) return;
+        if (w.steps < share.steps && !add_shares(product, share, first + i)) return;
         product.for_each_summed_part(output_tile<Gradient>(), [&](int part) {
             finish_weights(layer, w.m0, w.n0 + part * Gradient::Output::N, direct, h);
         });
@@ -121,12 +150,10 @@ __device__ __forceinline__ void bias_task(int l, int task, int rows, bool direct
 
 __device__ __forceinline__ void gradients(const Batch& batch, int rows, bool direct, const Hyper& h) {
     weight_gradients(batch, rows, direct, h);
-    // Bias tasks go on where the weights' end: the blocks next in turn take them.
-    int before = ENGINE.gradient_tasks;
-    for (int l = 0; l < ENGINE.layers; ++l) {
+    for (int l = 0, before = 0; l < ENGINE.layers; ++l) {  // the last blocks take them first
         const int tasks = ceil_div(ENGINE.layer[l].fan_out, BIAS_COLUMNS);
-        const int skip = (blockIdx.x + gridDim.x - before % gridDim.x) % gridDim.x;
-        for (int task = skip; task < tasks; task += gridDim.x) bias_task(l, task, rows, direct, h);
+        for (int task = (blockIdx.x + before) % gridDim.x; task < tasks; task += gridDim.x)
+            bias_task(l, tasks - 1 - task, rows, direct, h);
         before += tasks;
     }
 }

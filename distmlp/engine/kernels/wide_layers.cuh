@@ -55,7 +55,8 @@ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; 
 
 // Softmax needs whole rows: they lie in one tile where the classes are few, else a phase of its own reads the logits.
 __device__ __forceinline__ bool softmax_apart() {
-    return LOSS == SOFTMAX_CROSS_ENTROPY && ENGINE.layer[ENGINE.layers - 1].fan_out > OUTPUT_N;
+    return LOSS == SOFTMAX_CROSS_ENTROPY &&
+           (ForwardOutput::PARTS > 1 || ENGINE.layer[ENGINE.layers - 1].fan_out > OUTPUT_N);
 }
 __device__ __forceinline__ int output_parts(int rows) {  // of the last layer's column sums
     return ceil_div(rows, softmax_apart() ? LOSS_ROWS : OUTPUT_M);

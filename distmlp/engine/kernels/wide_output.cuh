@@ -48,7 +48,6 @@ __device__ __forceinline__ float softmax_tile(
 
 __device__ PHASE void forward_output(const Raw& raw, const StepInfo& info, const Batch& batch, Flags& flags) {
     typedef ForwardOutput::Output Output;
-    static_assert(ForwardOutput::PARTS == 1, "softmax rows lie in one output tile");
     const int l = ENGINE.layers - 1;
     const Layer& layer = ENGINE.layer[l];
     float* tile = output_tile<ForwardOutput>();
@@ -68,7 +67,7 @@ __device__ PHASE void forward_output(const Raw& raw, const StepInfo& info, const
             __syncthreads();
             Output::for_each_row(tile, [&](int, const float4& v) { add_to(sum, v); });
         } else {
-            Output::for_each_row<2>(
+            Output::for_each_row<4>(
                 tile, [&](int r) { return load_wanted(layer, columns, raw, info, batch, m0 + r); },
                 [&](int r, const float4& v, const Wanted& wanted) {
                     add_to(sum, output_error(layer, columns, wanted, info.rows, m0 + r, v, loss, largest));
@@ -106,7 +105,7 @@ __device__ PHASE void softmax_rows(const Raw& raw, const StepInfo& info, const B
 
 // Block 0: the loss of the step, in the order of its parts, and the tally.
 __device__ __forceinline__ void finish_loss(int s, int rows, float weight) {
-    const int across = softmax_apart() ? 1 : ceil_div(ENGINE.layer[ENGINE.layers - 1].fan_out, OUTPUT_N);
+    const int across = softmax_apart() ? 1 : ceil_div(ENGINE.layer[ENGINE.layers - 1].fan_out, OUTPUT_N) * ForwardOutput::PARTS;
     const int parts = output_parts(rows) * across;
     double loss = 0.;
     for (int part = threadIdx.x; part < parts; part += THREADS) loss += ENGINE.loss_partials[part];
