@@ -52,29 +52,38 @@ def permute(index: NDArray, size: NDArray | int, key: NDArray | int) -> NDArray:
     A Feistel network on the a x b grid that just holds `size` (a = ceil(sqrt(size)), b = ceil(size / a)),
     with cycle walking for the few points beyond it (Black & Rogaway 2002).
     """
-    index, size, key = np.broadcast_arrays(np.asarray(index, np.int64), np.asarray(size, np.int64), key)
-    side_a = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.int64)
-    side_a = np.maximum(side_a, 1)
+    index = np.asarray(index, np.int64)
+    if np.ndim(size) or np.ndim(key):
+        index, size, key = np.broadcast_arrays(index, np.asarray(size, np.int64), key)
+    size = np.asarray(size, np.int64)
+    side_a = np.maximum(np.ceil(np.sqrt(size.astype(np.float64))).astype(np.int64), 1)
     side_b = np.maximum(-(-size // side_a), 1)
-    out = index.copy()
-    todo = np.arange(out.size)
-    flat, flat_size = out.reshape(-1), size.reshape(-1)
-    flat_a, flat_b, flat_key = side_a.reshape(-1), side_b.reshape(-1), np.ascontiguousarray(key).reshape(-1)
+    limits = [np.asarray(part).reshape(-1) for part in (side_a, side_b, key, size)]
+    out = _feistel(index.reshape(-1), *limits[:3])
+    todo = np.flatnonzero(out >= limits[3])
     while todo.size:
-        flat[todo] = _feistel(flat[todo], flat_a[todo], flat_b[todo], flat_key[todo])
-        todo = todo[flat[todo] >= flat_size[todo]]
-    return out
+        some = [part if part.size == 1 else part[todo] for part in limits]
+        out[todo] = _feistel(out[todo], *some[:3])
+        todo = todo[out[todo] >= some[3]]
+    return out.reshape(index.shape)
 
 
 def _feistel(value: NDArray, side_a: NDArray, side_b: NDArray, key: NDArray) -> NDArray:
-    left, right = value // side_b, value % side_b  # left < a, right < b
+    """`side_a`, `side_b` and `key`: one element, which is much the fastest, or as many as `value`."""
+    left = value // side_b  # < a
+    right = value - left * side_b  # < b
     key = key.astype(_U32)
     for turn in range(0, ROUNDS, 2):
         with np.errstate(over="ignore"):
             even, odd = key + _U32(turn * 0x632BE5AB & 0xFFFFFFFF), key + _U32((turn + 1) * 0x632BE5AB & 0xFFFFFFFF)
-        left = (left + mix(right, even).astype(np.int64)) % side_a
-        right = (right + mix(left, odd).astype(np.int64)) % side_b
+        left = _remainder(left + mix(right, even), side_a)
+        right = _remainder(right + mix(left, odd), side_b)
     return left * side_b + right
+
+
+def _remainder(value: NDArray, size: NDArray) -> NDArray:
+    """`value % size` of what is not negative: NumPy is faster at dividing than at remainders."""
+    return value - value // size * size
 
 
 def owned_streams(streams: int, ranks: int, rank: int) -> range:
@@ -133,6 +142,25 @@ class Order:
         key = permutation_key(self.seed, epoch, stream, 0)
         moved = permute(np.where(whole, block, 0), np.maximum(full_blocks, 1), key)
         return start + np.where(whole, moved, block) * BLOCK_ROWS + offset
+
+    def window(self, epoch: int, stream: int, number: int) -> tuple[NDArray, NDArray]:
+        """Window `number` of a stream as it is read and as it is used: `(rows, places)`, both int64 (rows,).
+
+        `rows` are its global rows in reading order, whole blocks where there are any; place i of the window
+        is `rows[places[i]]`. The same as `rows_at` for these positions, at a fraction of its time.
+        """
+        first = number * WINDOW_ROWS
+        length = self.stream_length(stream)
+        places = np.arange(min(WINDOW_ROWS, length - first), dtype=np.int64)
+        rows = self.stream_start(stream) + first + places
+        if not self.shuffle:
+            return rows, places
+        whole = length // BLOCK_ROWS  # a short last block keeps its place at the end
+        blocks = np.arange(first // BLOCK_ROWS, min((first + WINDOW_ROWS) // BLOCK_ROWS, whole), dtype=np.int64)
+        moved = permute(blocks, whole, permutation_key(self.seed, epoch, stream, 0))
+        starts = self.stream_start(stream) + moved * BLOCK_ROWS
+        rows[: len(blocks) * BLOCK_ROWS] = (starts[:, None] + np.arange(BLOCK_ROWS)).reshape(-1)
+        return rows, permute(places, len(places), permutation_key(self.seed, epoch, stream, number + 1))
 
     def batch_positions(self, number: int, streams: range) -> NDArray:
         """Epoch positions (int64, ascending) of batch `number` that lie in `streams`."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from distmlp.comm.world import World
 
 RESIDENT_SHARE = 0.5  # of the free memory of a rank
+CHUNK_SHARE = 0.25  # of it for decoded chunks while streaming
 HUGE = 1e18  # its square overflows float32: named as a suspect when no value is NaN or infinite
 
 
@@ -86,6 +87,7 @@ class Feed:
             self.wait_seconds += time.perf_counter() - start
             return source
         fits = Windows.memory_bytes(self.shards, self._lanes) <= RESIDENT_SHARE * self._free_bytes
+        self.shards.keep_chunks(int(CHUNK_SHARE * self._free_bytes))
         return (Windows if fits else Singles)(self.shards, self._lanes, self._pool)
 
     def resident(self) -> Rows:

@@ -76,6 +76,11 @@ class Layout:
         return math.prod(self.chunk) * self.dtype.itemsize
 
     @property
+    def chunks_are_rows(self) -> bool:
+        """Chunks hold whole rows, unfiltered: parts of one can be read by themselves."""
+        return self.kind == "chunked" and not self.filters and self.chunk[1:] == self.shape[1:]
+
+    @property
     def plain(self) -> bool:
         """Rows are raw bytes at an offset of the file."""
         return self.kind == "contiguous" and self.offset >= 0

@@ -80,13 +80,14 @@ class RowReader:
             out[...] = np.frombuffer(layout.fill, layout.dtype)[0]
 
     def _read_plain(self, layout: Layout, start: int, stop: int, out: NDArray) -> None:
+        self._read_raw(layout, layout.offset + start * layout.row_bytes, out, layout.where(start, stop))
+
+    def _read_raw(self, layout: Layout, offset: int, out: NDArray, where: str) -> None:
+        """Values that lie together at `offset` into `out`, straight where its type and order allow."""
         direct = out.dtype == layout.dtype and out.flags.c_contiguous
         raw = out if direct else np.empty(out.shape, layout.dtype)
-        view = raw.data.cast("B") if raw.size else memoryview(b"")
-        if not self._fill(layout.path, layout.offset + start * layout.row_bytes, view):
-            raise DataError(
-                f"{layout.where(start, stop)}: the file ends before them; it was cut off after it was checked"
-            )
+        if not self._fill(layout.path, offset, raw.data.cast("B") if raw.size else memoryview(b"")):
+            raise DataError(f"{where}: the file ends before them; it was cut off after it was checked")
         if not direct:
             out[...] = raw
 
@@ -105,6 +106,9 @@ class RowReader:
         grid = layout.grid
         for row in range(start // rows, -(-stop // rows)):
             first, last = max(start, row * rows), min(stop, (row + 1) * rows)
+            if layout.chunks_are_rows:
+                self._read_rows_of_chunk(layout, row, first, last, out[first - start : last - start])
+                continue
             whole = first == row * rows and last == min(layout.rows, (row + 1) * rows)
             for rest in itertools.product(*map(range, grid[1:])):
                 chunk = self._chunk(layout, (row, *rest), keep=not whole)
@@ -114,6 +118,20 @@ class RowReader:
                 out[(slice(first - start, last - start), *places)] = chunk[
                     (slice(first - row * rows, last - row * rows), *inside)
                 ]
+
+    def _read_rows_of_chunk(self, layout: Layout, row: int, first: int, last: int, out: NDArray) -> None:
+        """A part of an unfiltered chunk without the rest of it."""
+        assert layout.chunks is not None
+        offset, size = int(layout.chunks[row]["offset"]), int(layout.chunks[row]["size"])
+        if offset < 0:
+            out[...] = np.frombuffer(layout.fill, layout.dtype)[0]
+            return
+        if size != layout.chunk_bytes:
+            raise DataError(
+                f"{layout.where(first, last)}: the chunk is damaged: {size} bytes, not {layout.chunk_bytes}"
+            )
+        begin = offset + (first - row * layout.chunk[0]) * layout.row_bytes
+        self._read_raw(layout, begin, out, layout.where(first, last))
 
     def _chunk(self, layout: Layout, cell: tuple[int, ...], keep: bool) -> NDArray:
         number = int(np.ravel_multi_index(cell, layout.grid))

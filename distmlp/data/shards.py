@@ -124,6 +124,10 @@ class Shards:
             shards.outputs = layers[-1] if layers else largest + 1
         return shards
 
+    def keep_chunks(self, limit_bytes: int) -> None:
+        """Keep up to `limit_bytes` of decoded chunks: shuffled reading comes back to them."""
+        self._reader = RowReader(limit_bytes)
+
     def read(self, start: int, stop: int) -> Rows:
         """Global rows `start` to `stop - 1`. Raises DataError naming file, dataset and rows."""
         rows = self.empty(stop - start)

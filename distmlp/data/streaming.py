@@ -101,11 +101,15 @@ class Windows:
 
     def _fill(self, epoch: int, window: int, lane: int, out: Rows) -> None:
         order, stream = self._lanes.order, self._lanes.streams.start + lane
-        first = window * WINDOW_ROWS
-        last = min(first + self._places, order.stream_length(stream))
-        if last > first:
-            rows = order.rows_at(epoch, np.arange(first, last, dtype=np.int64) * order.streams + stream)
-            read_rows(self._shards, rows, out.map(lambda array: array[: last - first, lane]))
+        if window * WINDOW_ROWS >= order.stream_length(stream):
+            return
+        rows, places = order.window(epoch, stream, window)
+        read = self._shards.empty(len(rows))
+        for begin, end in runs(rows):
+            piece = read.map(lambda array, part=slice(begin, end): array[part])
+            self._shards.read_into(int(rows[begin]), int(rows[begin]) + end - begin, piece)
+        for target, source in zip(out.parts, read.parts, strict=True):
+            target[: len(rows), lane] = source[places]
 
     def close(self) -> None:
         """Stop reading ahead."""
