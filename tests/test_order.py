@@ -108,6 +108,30 @@ def test_a_window_reads_whole_blocks():
         assert not (rows == np.arange(rows[0], rows[0] + len(rows))).all()
 
 
+@given(orders, st.integers(0, 50), st.data())
+@settings(max_examples=60)
+def test_a_window_is_what_stands_at_its_positions(order, epoch, data):
+    stream = data.draw(st.integers(0, order.streams - 1))
+    length = order.stream_length(stream)
+    if not length:
+        return
+    number = data.draw(st.integers(0, (length - 1) // WINDOW_ROWS))
+    rows, places = order.window(epoch, stream, number)
+    positions = np.arange(number * WINDOW_ROWS, min(length, (number + 1) * WINDOW_ROWS)) * order.streams + stream
+    np.testing.assert_array_equal(rows[places], order.rows_at(epoch, positions))
+    for block in rows[: len(rows) // BLOCK_ROWS * BLOCK_ROWS].reshape(-1, BLOCK_ROWS):
+        assert (np.diff(block) == 1).all()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_windows_of_a_long_stream(shuffle):
+    order = Order(3 * WINDOW_ROWS + 1000, 1, 10, 5, shuffle)
+    for number in range(4):
+        rows, places = order.window(2, 0, number)
+        positions = np.arange(number * WINDOW_ROWS, number * WINDOW_ROWS + len(rows))
+        np.testing.assert_array_equal(rows[places], order.rows_at(2, positions))
+
+
 def test_epochs_streams_and_seeds_differ():
     order = Order(4000, 4, 100, 7, True)
     rows = epoch_rows(order, 0).reshape(-1, 4) - [order.stream_start(stream) for stream in range(4)]

@@ -122,16 +122,14 @@ class RowReader:
     def _read_rows_of_chunk(self, layout: Layout, row: int, first: int, last: int, out: NDArray) -> None:
         """A part of an unfiltered chunk without the rest of it."""
         assert layout.chunks is not None
+        where = layout.where(first, last)
         offset, size = int(layout.chunks[row]["offset"]), int(layout.chunks[row]["size"])
         if offset < 0:
             out[...] = np.frombuffer(layout.fill, layout.dtype)[0]
             return
         if size != layout.chunk_bytes:
-            raise DataError(
-                f"{layout.where(first, last)}: the chunk is damaged: {size} bytes, not {layout.chunk_bytes}"
-            )
-        begin = offset + (first - row * layout.chunk[0]) * layout.row_bytes
-        self._read_raw(layout, begin, out, layout.where(first, last))
+            raise DataError(f"{where}: the chunk is damaged: {size} bytes, expected {layout.chunk_bytes}")
+        self._read_raw(layout, offset + (first - row * layout.chunk[0]) * layout.row_bytes, out, where)
 
     def _chunk(self, layout: Layout, cell: tuple[int, ...], keep: bool) -> NDArray:
         number = int(np.ravel_multi_index(cell, layout.grid))

@@ -11,6 +11,7 @@ from data.test_reader import damage_chunk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distmlp import order as order_module
 from distmlp.data import feed as feed_module
 from distmlp.data import streaming
 from distmlp.data.feed import Feed
@@ -32,6 +33,12 @@ def ids(tmp_path_factory):
 def open_shards_of(folder):
     write_ids(folder, ROWS)
     return open_shards(folder)
+
+
+def shorten_windows(monkeypatch):
+    monkeypatch.setattr(order_module, "BLOCK_ROWS", 16)
+    for module in (order_module, streaming):
+        monkeypatch.setattr(module, "WINDOW_ROWS", 64)
 
 
 def feeds(shards, order, ranks, how):
@@ -66,8 +73,7 @@ def test_every_rank_gets_its_rows_of_every_batch_in_order(ids, how, streams, bat
 @pytest.mark.parametrize("how", ["host", "window", "single"])
 def test_windows_longer_than_one(ids, how, monkeypatch):
     """Short windows, so that an epoch has several and a batch lies over two."""
-    for module in (streaming,):
-        monkeypatch.setattr(module, "WINDOW_ROWS", 64)
+    shorten_windows(monkeypatch)
     order = Order(ids[0].rows, 4, 150, 9, True)
     for feed in feeds(ids[0], order, 3, how):
         for epoch, number in [(e, n) for e in (4, 5) for n in range(order.batches_per_epoch)] + [
@@ -210,7 +216,7 @@ def test_resident_rows_are_in_storage_order(ids):
 
 
 def test_streaming_holds_two_windows_and_no_more(ids, monkeypatch):
-    monkeypatch.setattr(streaming, "WINDOW_ROWS", 64)
+    shorten_windows(monkeypatch)
     order = Order(ids[0].rows, 4, 50, 0, True)
     made = []
     real = ids[0].empty
