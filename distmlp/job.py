@@ -89,6 +89,8 @@ def open_job(
         order = Order(shards.rows, config.data.streams, config.data.batch, config.run.seed, config.data.shuffle)
         feed = Feed(shards, order, world, config.data.residence, config.data.readers)
         stack.callback(feed.close)
+        for advice in feed.advice():
+            reporter.warn(advice)
         engine, reason = open_engine(config, network, world, feed, start.standardization, stop)
         stack.callback(engine.close)
         engine.load(start.state)

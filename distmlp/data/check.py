@@ -8,17 +8,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from distmlp.data.advice import advice, describe
 from distmlp.data.inspection import inspect_files
 from distmlp.data.layout import Layout
 from distmlp.data.reader import RowReader
 from distmlp.data.shards import ROLES, check_shapes
 from distmlp.data.sources import expand
 from distmlp.errors import DataError
-from distmlp.order import BLOCK_ROWS
 
 PIECE_BYTES = 16 << 20
-FEW_ROWS = 32  # in a chunk: reading costs a seek and a filter run for each
-MANY_BLOCKS = 4  # of the shuffled order in one chunk: each is decoded that often where chunks do not stay in memory
 
 
 @dataclass
@@ -108,29 +106,3 @@ def _scan(role: str, layout: Layout) -> DatasetSummary:
             found.lowest = low if found.lowest is None else min(found.lowest, low)
             found.highest = high if found.highest is None else max(found.highest, high)
     return found
-
-
-def describe(layout: Layout) -> str:
-    """How the rows are stored, in words."""
-    sums = ", checksums" if layout.checksum_rows else ""
-    if layout.kind != "chunked":
-        written = layout.kind == "inline" or layout.offset >= 0
-        return ("contiguous" if written else "never written, all fill value") + sums
-    names = "+".join(stage.name for stage in layout.filters) or "no filter"
-    return f"chunks {'×'.join(map(str, layout.chunk))}, {names}{sums}"
-
-
-def advice(layout: Layout) -> str:
-    """What makes this layout slow to train from and how to repack it, or ""."""
-    if layout.kind != "chunked":
-        return ""
-    repack = f"repack it: distmlp data convert {layout.path} OUT.h5"
-    rows = layout.chunk[0]
-    if rows < min(FEW_ROWS, layout.rows):
-        return f"chunks of {rows} row{'s' if rows > 1 else ''} are slow to read; {repack}"
-    if rows > MANY_BLOCKS * BLOCK_ROWS:
-        return (
-            f"chunks of {rows} rows: shuffled reading decodes each about {rows // BLOCK_ROWS} times where data does "
-            f"not fit in memory; {repack}"
-        )
-    return ""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from distmlp.data.advice import advice
 from distmlp.data.lanes import Lanes
 from distmlp.data.memory import available_bytes
 from distmlp.data.pool import Pool, reader_threads
@@ -89,6 +90,13 @@ class Feed:
         fits = Windows.memory_bytes(self.shards, self._lanes) <= RESIDENT_SHARE * self._free_bytes
         self.shards.keep_chunks(int(CHUNK_SHARE * self._free_bytes))
         return (Windows if fits else Singles)(self.shards, self._lanes, self._pool)
+
+    def advice(self) -> list[str]:
+        """What slows this rank's reading down and how to mend it: layouts that do not suit streaming."""
+        if self.residence != "stream":
+            return []
+        found = {text.split(";")[0]: text for file in self.shards.files if (text := advice(file["inputs"]))}
+        return [f"data: {text}" for text in found.values()]
 
     def resident(self) -> Rows:
         """All own rows in storage order, for an upload to a device. Raises DataError."""

@@ -251,6 +251,20 @@ def test_where_rows_are_kept(ids, monkeypatch):
         assert isinstance(feed._source, kind)
 
 
+def test_layouts_that_do_not_suit_streaming_are_told(tmp_path):
+    rows = np.ones((2000, 2), "f4")
+    for name in "ab":
+        write_shard(tmp_path / f"{name}.h5", rows, rows, chunks=(1, 2))
+    write_shard(tmp_path / "c.h5", rows, rows, chunks=(2000, 2), compression="gzip")
+    shards = open_shards(tmp_path)
+    order = Order(shards.rows, 4, 50, 0, True)
+    told = Feed(shards, order, alone(), "stream").advice()
+    assert len(told) == 2
+    assert told[0].startswith("data: chunks of 1 row are slow to read; repack it: distmlp data convert")
+    assert told[1].startswith("data: chunks of 2000 rows")
+    assert Feed(shards, order, alone(), "host").advice() == []
+
+
 def test_fewer_streams_than_ranks_are_refused(ids):
     with pytest.raises(ConfigError, match=r"data\.streams = 2: fewer than the 3 ranks"):
         Feed(ids[0], Order(ids[0].rows, 2, 5, 0, True), at(0, 3))

@@ -74,6 +74,15 @@ def test_a_damaged_chunk_stops_all_ranks_and_saved_work_is_kept(folder):
     assert "rows 20 to 29" in fail(folder, "--overwrite", "--set", "data.standardize=inputs")
 
 
+def test_a_bad_layout_is_told_once_and_trains(folder):
+    rng = np.random.default_rng(0)
+    write_shard(folder / "shard-4.h5", rng.normal(size=(64, 6)), rng.integers(0, 4, 64), chunks=(1, 6))
+    done = run_distmlp(["train", "run.toml", "--set", "run.epochs=1"], 2, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    text = f"chunks of 1 row are slow to read; repack it: distmlp data convert {folder}/shard-4.h5 OUT.h5"
+    assert (done.stdout + done.stderr).count(text) == 1
+
+
 @pytest.mark.parametrize(("sizes", "ranks"), [((145,), 3), ((100, 1), 2), ((9, 30, 1, 40, 65), 3)])
 def test_unequal_data_ends_after_the_same_steps_on_every_rank(folder, sizes, ranks):
     for path in folder.glob("shard-*.h5"):
