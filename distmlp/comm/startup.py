@@ -13,12 +13,13 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from distmlp.comm.hints import Launch, how_to_launch, rank_hint
+from distmlp.comm.threads import host_cores
 from distmlp.errors import SystemUnfitError
 
 
@@ -33,6 +34,9 @@ def start_mpi(launch: Launch | None) -> tuple[Any, str]:
     if not mpi.Is_initialized():
         if launch is not None and (reason := unwired(launch, make)):
             raise mismatch(launch, reason, library, make)
+        if crowded(os.environ, host_cores()):
+            # MPICH spins while it waits, which keeps the core from the rank it waits for. Open MPI sees by itself.
+            os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
         with _aborts_explained(launch, library, make), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # mpi4py's own remark on foreign launchers; ours is an error
             mpi.Init_thread()
@@ -40,6 +44,12 @@ def start_mpi(launch: Launch | None) -> tuple[Any, str]:
     if launch is not None and size != launch.size and (launch.size is not None or (size == 1 and launch.rank > 0)):
         raise mismatch(launch, f"the MPI library says rank {rank} of {size}", library, make, size)
     return mpi, library
+
+
+def crowded(environ: Mapping[str, str], cores: float) -> bool:
+    """Whether hydra has started more ranks on this host than there are cores for them."""
+    ranks = environ.get("MPI_LOCALNRANKS", "")
+    return ranks.isdecimal() and int(ranks) > cores
 
 
 def library_make(library: str) -> str:

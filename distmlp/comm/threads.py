@@ -25,11 +25,7 @@ def fair_threads(mine: frozenset[int], local: Sequence[frozenset[int]], quota: f
 
 def limit_blas_threads(world: World) -> None:
     """Give this rank's BLAS its fair share of the cores. Collective. A number set by the user is left alone."""
-    cores = (
-        frozenset(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else frozenset(range(os.cpu_count() or 1))
-    )
+    cores = allowed_cores()
     places = world.all_gather((world.place, cores))
     if any(variable in os.environ for variable in USER_VARIABLES):
         return
@@ -37,6 +33,19 @@ def limit_blas_threads(world: World) -> None:
     from threadpoolctl import threadpool_limits
 
     threadpool_limits(limits=fair_threads(cores, local, cpu_quota()), user_api="blas")
+
+
+def allowed_cores() -> frozenset[int]:
+    """The cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def host_cores() -> float:
+    """Cores for all ranks of the job on this host. A rank bound to one core says nothing of the others'."""
+    cores = len(allowed_cores())
+    return min(cores if cores > 1 else os.cpu_count() or 1, cpu_quota())
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:

@@ -9,7 +9,7 @@ import pytest
 from launching import finish, run_mpi, run_python, start_mpi
 
 from distmlp.comm.hints import Launch
-from distmlp.comm.startup import library_make, mismatch, unwired
+from distmlp.comm.startup import crowded, library_make, mismatch, unwired
 
 OPEN_WORLD = """
 from distmlp.comm.policy import guarded
@@ -97,6 +97,15 @@ def test_make_of_library(text, make):
 )
 def test_only_a_pmix_rank_without_server_is_refused_untried(variable, live, refused):
     assert bool(unwired(Launch("x", None, 1, variable, live), "Open MPI")) == refused
+
+
+@pytest.mark.parametrize(
+    ("environ", "cores", "expected"),
+    [({"MPI_LOCALNRANKS": "3"}, 2, True), ({"MPI_LOCALNRANKS": "2"}, 2, False), ({"MPI_LOCALNRANKS": "2"}, 1.5, True),
+     ({}, 1, False), ({"MPI_LOCALNRANKS": "all"}, 1, False)],
+)  # fmt: skip
+def test_more_ranks_than_cores_are_noticed(environ, cores, expected):
+    assert crowded(environ, cores) == expected
 
 
 def test_mismatch_names_both_sizes_library_and_launcher():
