@@ -17,6 +17,7 @@ MAX_WIDTH = 128
 BLOCK_BYTES = 128  # 8 x 8 bfloat16
 CHUNK = 128  # parameters that a block updates at a time
 GROUP_THREADS = 128
+IMAGES = 3  # copies of the weights on their way to all blocks
 
 # Registers a thread may spend on weight gradients, by the widest layer: what is left beside a layer's sums and
 # operands before the compiler spills (256 threads of 255 registers; measured with ptxas for sm_80 and sm_90a).
@@ -51,7 +52,7 @@ class NarrowPlan:
     blocks: int
     items: tuple[Item, ...]
     shared_bytes: int
-    image_bytes: int
+    image_bytes: int  # of all copies
 
     @property
     def threads(self) -> int:
@@ -74,8 +75,8 @@ class NarrowPlan:
 
     @property
     def partial_bytes(self) -> int:
-        """Of the buffer of partial sums."""
-        return self.blocks * (self.chunks + 1) * CHUNK * 4
+        """Of the two buffers of partial sums."""
+        return 2 * self.blocks * (self.chunks + 1) * CHUNK * 4
 
     def macros(self) -> dict[str, str]:
         """Compile-time definitions, see kernels/narrow_shape.cuh."""
@@ -105,7 +106,7 @@ def plan_narrow(network: Network, rows: int, multiprocessors: int, shared_limit:
         if shared <= shared_limit and items is not None:
             tiles = -(-rows // (64 * chains))
             turns = -(-tiles // multiprocessors)
-            plan = NarrowPlan(widths, network.activations, chains, 2, 0, items, shared, _image_bytes(widths))
+            plan = NarrowPlan(widths, network.activations, chains, 2, 0, items, shared, IMAGES * _image_bytes(widths))
             return replace(plan, blocks=min(multiprocessors, max(-(-tiles // turns), plan.chunks)))
     return None
 

@@ -42,7 +42,8 @@ SHAPES = [
         ((64,) * 6, 5000), ((17, 16, 16, 16, 16, 16, 16, 16, 2), 64), ((96, 96, 20), 20_000),
     )
 ]  # fmt: skip
-CASES = [DEEP, DEEP.but(batch=512, batches=4, extra=100)]
+MANY_BLOCKS = DEEP.but(widths=(8, 16, 4), batch=20_000, batches=2, extra=100)  # some without tiles or parameters
+CASES = [DEEP, DEEP.but(batch=512, batches=4, extra=100), MANY_BLOCKS]
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)

@@ -3,8 +3,8 @@
 //
 //   per tile      forward, loss, backward in registers (narrow_chain.cuh); weight gradients on top of those of the
 //                 block's other tiles, in registers (narrow_sums.cuh)
-//   per step      partial sums out; barrier; every block adds up a slice over all blocks in their order and updates
-//                 it (narrow_exchange.cuh); barrier; the new weights in
+//   per step      partial sums out; every block adds up some parameters' over all blocks in their order, updates them
+//                 and sends them to all blocks (narrow_exchange.cuh)
 //
 // No sum depends on the order in which blocks run. Clipping and LAMB, which need a norm first, and gradients that
 // other ranks are still to add to go through the flat gradient buffer and update.cuh instead.
@@ -58,7 +58,7 @@ struct Tiles {
     }
 
     // All tiles of a step, then the partial sums. What follows a step's last tile is the first of `following`.
-    __device__ __forceinline__ void run(const StepInfo& info, const StepInfo& following, float* partial) {
+    __device__ __forceinline__ void run(const StepInfo& info, const StepInfo& following, float* partial, u32 number) {
         const int tiles = (info.rows + TILE - 1) / TILE;
         Totals totals = {};
         float sums[SUMS];
@@ -91,94 +91,105 @@ struct Tiles {
             }
         }
         settle(sums);
+        order_exchange();
         Limit limit = {false};
         write_items<0>(group, sums, partial, limit);
-        write_totals(totals, (float*)(dynamic_shared + EXCHANGE_AT), partial, limit);
+        write_totals(totals, (float*)(dynamic_shared + EXCHANGE_AT), partial, number, limit);
+    }
+};
+
+// What a thread owns: its place in the block's first chunk, and which words of that chunk are ever written.
+struct Own {
+    Place place;
+    u32 words;
+
+    __device__ __forceinline__ void find(int chunk) {
+        place = {0, 0, 0, -1, 0};
+        words = 0;
+        if (chunk >= CHUNKS) return;
+        words = written_words(chunk);
+        if (threadIdx.x < CHUNK) place = locate(chunk, threadIdx.x);
     }
 };
 
 // f(place, gradient summed over `count` producers) for this block's chunks; threads 0 to 127. `before(place)` is called
-// ahead of the loads of all chunks but the first, `between` once, by all threads, while those of the first arrive.
-template <class Before, class Between, class F>
+// ahead of the loads of all chunks but the first, `between` once, by all threads, behind those of the first.
+template <bool WAIT, class Before, class Between, class F>
 __device__ __forceinline__ void for_each_sum(
-    const float* partials, int count, const Place& first, const Before& before, const Between& between, const F& f) {
+    float* partials, int count, const Own& first, const Before& before, const Between& between, const F& f) {
     float* scratch = (float*)(dynamic_shared + EXCHANGE_AT);
+    if (blockIdx.x >= CHUNKS) between();
     for (int chunk = blockIdx.x; chunk < CHUNKS; chunk += gridDim.x) {
-        Place place = first;
+        Own own = first;
+        __syncthreads();  // `scratch` has been read
         if (chunk != blockIdx.x) {
-            __syncthreads();  // `scratch` has been read
-            place.flat = -1;
-            if (threadIdx.x < CHUNK) place = locate(chunk, threadIdx.x);
-            if (place.flat >= 0) before(place);
+            own.find(chunk);
+            if (own.place.flat >= 0) before(own.place);
         }
-        sum_chunk(partials, count, chunk, scratch + (threadIdx.x >> 5) * WARP_SUMS);
+        sum_chunk<WAIT>(partials, count, chunk, own.words, scratch + (threadIdx.x >> 5) * WARP_SUMS);
         if (chunk == blockIdx.x) between();
         __syncthreads();
-        if (place.flat >= 0) {
+        if (own.place.flat >= 0) {
             float sum = 0.f;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) sum += scratch[w * WARP_SUMS + threadIdx.x];
-            f(place, sum);
+            f(own.place, sum);
         }
     }
 }
 
-__device__ __forceinline__ void refresh_weights(const Buffers& buffers) {
-    load_image(buffers, dynamic_shared);
+__device__ __forceinline__ void load_weights(const u8* image) {
+    load_image(image, dynamic_shared);
     publish_operands();
     __syncthreads();
 }
 
-// Sums, update and new weights in one go between two barriers. `place`: of this thread in the block's first chunk.
-__device__ __forceinline__ void update_directly(
-    int s, bool last, int count, const Place& place, const Buffers& buffers, GridBarrier& barrier, Progress& progress) {
-    __shared__ Hyper hyper;
-    Parameter own = {};
-    if (place.flat >= 0) own.load(place.flat);
-    wait_meanwhile(barrier, [&] { set_hyper(hyper, ENGINE.steps[s].rate, 1.f, progress.step + 1); });
-    Tallies tallies;
-    tallies.load(buffers.partials, 0, count);
+// Sums, update and publication of step `s`. `publication`: number of the next one. Returns whether there was one.
+__device__ __forceinline__ bool update_directly(
+    int s, u32 number, int count, float next_rate, const Own& own, const Buffers& buffers, u32 publication,
+    Hyper (&hyper)[2], Progress& progress) {
+    Parameter parameter = {};
+    if (own.place.flat >= 0) parameter.load(own.place.flat);
     StepTotals totals;
     Hyper h;
-    for_each_sum(
-        buffers.partials, count, place, [&](const Place& other) { own.load(other.flat); },
+    float* partials = buffers.partials_of(s);
+    u8* image = buffers.image(publication);
+    for_each_sum<true>(
+        partials, count, own, [&](const Place& other) { parameter.load(other.flat); },
         [&] {
-            totals = sum_tallies(tallies, buffers.partials, count);
-            h = hyper;
+            totals = sum_tallies(partials, count, number);
+            h = hyper[s & 1];
             h.scale = 1.f / totals.weight;
         },
-        [&](const Place& at, float sum) {
+        [&](const Place& place, float sum) {
             if (totals.bad || totals.weight == 0.f) return;
-            own.value = update_rule(h, own.value, sum, own.first, own.second);
-            own.mean = average(h.ema_decay, own.mean, own.value);
-            own.store(at.flat);
-            publish(buffers, at, own.value);
+            parameter.value = update_rule(h, parameter.value, sum, parameter.first, parameter.second);
+            publish(image, place, parameter.value);
+            parameter.mean = average(h.ema_decay, parameter.mean, parameter.value);
+            parameter.store(place.flat);
         });
-    if (blockIdx.x >= CHUNKS) totals = sum_tallies(tallies, buffers.partials, count);
+    const bool update = !totals.bad && totals.weight != 0.f;
     if (totals.bad) {
         if (ENGINE.stop_on_nonfinite) progress.frozen = true;
         else ++progress.skipped;
-    } else if (totals.weight != 0.f) {
-        ++progress.step;
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0)
+    if (update) ++progress.step;
+    if (threadIdx.x == CHUNK) set_hyper(hyper[s + 1 & 1], next_rate, 1.f, progress.step + 1);
+    if (blockIdx.x == 0 && threadIdx.x == CHUNK + 32)
         ENGINE.results[s] = StepResult{
             totals.loss, totals.weight, !totals.bad ? DONE : ENGINE.stop_on_nonfinite ? NOT_FINITE : LEFT_OUT};
-    barrier.wait();
-    if (!last) refresh_weights(buffers);
+    return update;
 }
 
 // The sums to the flat gradient, the tally behind it.
 __device__ __forceinline__ void reduce_to_gradient(
-    int s, const StepInfo& info, int count, const Place& place, const Buffers& buffers, GridBarrier& barrier) {
-    barrier.wait();
-    for_each_sum(
-        buffers.partials, count, place, [](const Place&) {}, [] {},
-        [&](const Place& at, float sum) { ENGINE.gradient[at.flat] = sum; });
+    int s, u32 number, const StepInfo& info, int count, const Own& own, const Buffers& buffers) {
+    float* partials = buffers.partials_of(s);
+    for_each_sum<false>(
+        partials, count, own, [](const Place&) {}, [] {},
+        [&](const Place& place, float sum) { ENGINE.gradient[place.flat] = sum; });
     if (blockIdx.x == 0 && threadIdx.x < 32) {
-        Tallies tallies;
-        tallies.load(buffers.partials, 0, count);
-        const StepTotals totals = sum_tallies(tallies, buffers.partials, count);
+        const StepTotals totals = sum_tallies(partials, count, number);
         if (threadIdx.x == 0) {
             float* tally = ENGINE.gradient + ENGINE.size;
             for (int i = 0; i < TALLY; ++i) tally[i] = 0.f;
@@ -209,43 +220,68 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) narrow_st
         barrier.wait();
     }
 #endif
+    __shared__ Hyper hyper[2];
     write_ones<0>();
     load_scales((float*)(dynamic_shared + SCALES_AT));
-    publish_all(buffers);
-    barrier.wait();
-    refresh_weights(buffers);
-    Place place = {0, 0, 0, -1, 0};
-    if (threadIdx.x < CHUNK && blockIdx.x < CHUNKS) place = locate(blockIdx.x, threadIdx.x);
+    clear_exchange(buffers);
+    u32 publication = 0, loaded = 0;  // publications so far, and the last that this block has loaded
+    publish_all(buffers.image(publication));
+    Own own;
+    own.find(blockIdx.x);
     Tiles tiles(raw);
     const StepInfo none = {0.f, 0, 0};
-    if (begin < end) tiles.stage(ENGINE.steps[begin]);
+    if (begin < end) {
+        if (threadIdx.x == 0) set_hyper(hyper[begin & 1], ENGINE.steps[begin].rate, 1.f, progress.step + 1);
+        __syncthreads();  // the scales
+        tiles.stage(ENGINE.steps[begin]);
+    }
+    barrier.wait();
+    load_weights(buffers.image(publication));
     for (int s = begin; s < end; ++s) {
         if (progress.frozen) {
             if (blockIdx.x == 0 && threadIdx.x == 0) ENGINE.results[s] = StepResult{0., 0.f, NOT_RUN};
             continue;
         }
-#if !NARROW_DIRECT
+        const StepInfo info = ENGINE.steps[s], following = s + 1 < end ? ENGINE.steps[s + 1] : none;
+        const int count = producers(info.rows), next_count = producers(following.rows);
+        const u32 number = s - begin + 1;
+        float* partial = buffers.partials_of(s) + (i64)blockIdx.x * PARTIAL_STRIDE;
+#if NARROW_DIRECT
+        u8* next_image = buffers.image(publication + 2);
+        if (own.place.flat >= 0) clear(next_image, own.place);
+        if (gridDim.x < CHUNKS) for_each_own([&](const Place& place) { clear(next_image, place); });
+#else
         if (blockIdx.x == 0 && threadIdx.x == 0) control.flags[s + 1 & 1].gradient_not_finite = 0;
 #endif
-        const StepInfo info = ENGINE.steps[s], following = s + 1 < end ? ENGINE.steps[s + 1] : none;
-        const int count = producers(info.rows);
-        if (blockIdx.x < count) tiles.run(info, following, partials + (i64)blockIdx.x * PARTIAL_STRIDE);
-        else if (blockIdx.x < producers(following.rows)) tiles.stage(following);
+        if (blockIdx.x < count) {
+            tiles.run(info, following, partial, number);
+        } else {
+            order_exchange();
+            if (blockIdx.x < next_count) tiles.stage(following);
+        }
 #if NARROW_DIRECT
-        update_directly(s, s + 1 == end, count, place, buffers, barrier, progress);
+        if (update_directly(s, number, count, following.rate, own, buffers, publication + 1, hyper, progress))
+            ++publication;
+        if (blockIdx.x < next_count && loaded != publication) {
+            load_weights(buffers.image(publication));
+            loaded = publication;
+        }
+        // Blocks with neither tiles nor parameters must not fall behind: nobody waits for them.
+        if (gridDim.x > CHUNKS && count < gridDim.x) barrier.wait();
 #else
-        reduce_to_gradient(s, info, count, place, buffers, barrier);
+        barrier.wait();
+        reduce_to_gradient(s, number, info, count, own, buffers);
         barrier.wait();
         if (!ENGINE.deferred) {
             apply_gradient(s, barrier, progress);
             barrier.wait();
-            publish_all(buffers);
+            publish_all(buffers.image(0));
             barrier.wait();
-            refresh_weights(buffers);
+            load_weights(buffers.image(0));
         }
 #endif
     }
-    // Behind the last barrier: parameters are final, and nobody reads the counters any more.
+    // A block's own parameters are final, and all blocks have read the counters long ago.
     if (!ENGINE.deferred) copy_weights();
     if (blockIdx.x == 0) {
         for (int i = threadIdx.x; i < sizeof(control.flags) / 4; i += BLOCK_THREADS) ((u32*)control.flags)[i] = 0;

@@ -30,10 +30,14 @@ __device__ __forceinline__ u32 pack_relu(float low, float high) {
     asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
-// `pair` where the same half of the non-negative `gate` is not zero, else 0.
+// `pair` where the same half of the non-negative `gate` is positive, else 0.
 __device__ __forceinline__ u32 gate_positive(u32 pair, u32 gate) {
     u32 mask;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm("{ .reg .b32 zero; mov.b32 zero, 0; set.gt.u32.bf16x2 %0, %1, zero; }" : "=r"(mask) : "r"(gate));
+#else
     asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(mask) : "r"(gate + 0x7fff7fffu));  // spreads each half's top bit
+#endif
     return pair & mask;
 }
 

@@ -25,7 +25,7 @@ CONSTEXPR int bias_slot(int layer) {  // floats from the start of the biases
 }
 constexpr int BIAS_CHUNKS = (bias_slot(LAYERS) + CHUNK - 1) / CHUNK;
 constexpr int CHUNKS = WEIGHT_CHUNKS + BIAS_CHUNKS;
-constexpr int TALLY_AT = CHUNKS * CHUNK;         // of a block's partial sums: loss, weight, -, whether not finite
+constexpr int TALLY_AT = CHUNKS * CHUNK;         // of a block's partial sums: loss and weight, see `tagged`
 constexpr int PARTIAL_STRIDE = TALLY_AT + CHUNK;  // floats
 
 // Where a parameter stands in the flat buffers and in the image; flat -1: padding.

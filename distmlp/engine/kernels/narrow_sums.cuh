@@ -64,6 +64,14 @@ struct Limit {
     }
 };
 
+// A number as it is exchanged: never the word that means "not written yet" (a NaN, which becomes another).
+__device__ __forceinline__ float written(float x) { return __uint_as_float(min(__float_as_uint(x), 0xfffffffeu)); }
+
+// A number of step `number`, with whether the block's sums are bad.
+__device__ __forceinline__ u64 tagged(float x, u32 number, bool bad) {
+    return (u64)(number << 1 | (bad ? 1u : 0u)) << 32 | __float_as_uint(x);
+}
+
 template <int I>
 __device__ __forceinline__ void write_item(const float* sums, float* partial, Limit& limit) {
     constexpr Item ITEM = item(I);
@@ -78,13 +86,13 @@ __device__ __forceinline__ void write_item(const float* sums, float* partial, Li
         const float* x = sums + ITEM.offset + 4 * j;
         if (first) limit.pass(x[0]), limit.pass(x[1]);
         if (second) limit.pass(x[2]), limit.pass(x[3]);
-        out[j * CHUNK] = make_float4(x[0], x[1], x[2], x[3]);
+        out[j * CHUNK] = make_float4(written(x[0]), written(x[1]), written(x[2]), written(x[3]));
     }
     if constexpr (ITEM.out_major) {  // the column of ones
         const float* ones = sums + ITEM.offset + 4 * COLUMNS;
         float* bias = partial + CONSTANT(WEIGHT_CHUNKS * CHUNK + bias_slot(ITEM.layer));
-        if ((lane & 3) == 0 && row < ROWS) bias[row] = limit.pass(ones[0]);
-        if ((lane & 3) == 0 && row + 8 < ROWS) bias[row + 8] = limit.pass(ones[2]);
+        if ((lane & 3) == 0 && row < ROWS) bias[row] = written(limit.pass(ones[0]));
+        if ((lane & 3) == 0 && row + 8 < ROWS) bias[row + 8] = written(limit.pass(ones[2]));
     }
 }
 
@@ -98,7 +106,8 @@ __device__ __forceinline__ void write_items(int group, const float (&sums)[SUMS]
 
 // Output biases and the tally of the block: over the lanes of a warp, then over the warps in their order.
 // `scratch`: shared floats (WARPS, WARP_SUMS). Every thread of the block takes part.
-__device__ __forceinline__ void write_totals(Totals& totals, float* scratch, float* partial, Limit& limit) {
+__device__ __forceinline__ void write_totals(
+    Totals& totals, float* scratch, float* partial, u32 number, Limit& limit) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     float* mine = scratch + warp * WARP_SUMS;
     if (CHAIN_SUMS_BIAS) {
@@ -111,22 +120,20 @@ __device__ __forceinline__ void write_totals(Totals& totals, float* scratch, flo
     }
     const float loss = warp_sum(totals.loss), weight = warp_sum(totals.weight);
     if (lane == 0) mine[0] = limit.pass(loss), mine[1] = limit.pass(weight);
-    const int any_bad = __syncthreads_or(limit.bad);
+    const bool bad = __syncthreads_or(limit.bad);
     const int i = threadIdx.x;
     if (CHAIN_SUMS_BIAS && i < OUTPUTS) {
         float sum = 0.f;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) sum += scratch[w * WARP_SUMS + 4 + i];
-        partial[CONSTANT(WEIGHT_CHUNKS * CHUNK + bias_slot(LAYERS - 1)) + i] = sum;
+        partial[CONSTANT(WEIGHT_CHUNKS * CHUNK + bias_slot(LAYERS - 1)) + i] = written(sum);
     }
-    if (i == BLOCK_THREADS - 1) {
-        float4 tally = make_float4(0.f, 0.f, 0.f, any_bad ? 1.f : 0.f);  // loss, weight, -, bad
+    if (i >= BLOCK_THREADS - 2) {
+        const int which = i - (BLOCK_THREADS - 2);  // loss, weight
+        float sum = 0.f;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            tally.x += scratch[w * WARP_SUMS];
-            tally.y += scratch[w * WARP_SUMS + 1];
-        }
-        *(float4*)(partial + TALLY_AT) = tally;
+        for (int w = 0; w < WARPS; ++w) sum += scratch[w * WARP_SUMS + which];
+        ((volatile u64*)(partial + TALLY_AT))[which] = tagged(sum, number, bad);
     }
 }
 
