@@ -1,10 +1,11 @@
-"""What `distmlp data check` and `distmlp data convert` print."""
+"""What `distmlp data check` and `distmlp data convert` print. Under `mpirun` the first rank does it for all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from distmlp.comm.world import open_world
 from distmlp.data.check import FileSummary, Summary, check
 from distmlp.data.convert import convert
 from distmlp.data.tables import Selection
@@ -15,11 +16,20 @@ def check_command(
     patterns: Sequence[str], inputs: str = "inputs", targets: str = "targets", sample_weights: str = ""
 ) -> int:
     """Print a summary of all shards; 0 when all are good, 3 when one is not. Raises DataError for an empty pattern."""
-    summary = check(patterns, inputs, targets, sample_weights)
-    for file in summary.files:
-        print("\n".join(_lines(file)))
-    print(_total(summary))
-    return DataError.exit_code if summary.problems else 0
+
+    def run() -> int:
+        summary = check(patterns, inputs, targets, sample_weights)
+        for file in summary.files:
+            print("\n".join(_lines(file)))
+        print(_total(summary))
+        return DataError.exit_code if summary.problems else 0
+
+    return _on_first_rank(run)
+
+
+def _on_first_rank(run: Callable[[], int]) -> int:
+    world = open_world()
+    return world.broadcast(world.agree(lambda: run() if world.rank == 0 else 0))
 
 
 def _lines(file: FileSummary) -> list[str]:
@@ -66,23 +76,27 @@ def convert_command(
     if len(arguments) < 2:
         raise ConfigError("data convert: give one source at least and the shard to write: SOURCE… OUT.h5")
     selection = Selection(inputs, targets, weights, labels, _categories(category), missing)
-    done = convert(
-        list(arguments[:-1]),
-        Path(arguments[-1]),
-        selection=selection,
-        header=header,
-        rows_per_shard=rows_per_shard,
-        validation=validation,
-        seed=seed,
-        checksums=checksums,
-        overwrite=overwrite,
-    )
-    for path in done.paths:
-        print(path)
-    parts = ", ".join(f"{rows:,} {part or ''}".rstrip() + " rows" for part, rows in done.rows.items())
-    files = f"{len(done.paths)} file{'s' if len(done.paths) != 1 else ''}"
-    print(f"{parts} in {files}" + (f"; {done.dropped:,} incomplete rows left out" if done.dropped else ""))
-    return 0
+
+    def run() -> int:
+        done = convert(
+            list(arguments[:-1]),
+            Path(arguments[-1]),
+            selection=selection,
+            header=header,
+            rows_per_shard=rows_per_shard,
+            validation=validation,
+            seed=seed,
+            checksums=checksums,
+            overwrite=overwrite,
+        )
+        for path in done.paths:
+            print(path)
+        parts = ", ".join(f"{rows:,} {part or ''}".rstrip() + " rows" for part, rows in done.rows.items())
+        files = f"{len(done.paths)} file{'s' if len(done.paths) != 1 else ''}"
+        print(f"{parts} in {files}" + (f"; {done.dropped:,} incomplete rows left out" if done.dropped else ""))
+        return 0
+
+    return _on_first_rank(run)
 
 
 def _categories(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
