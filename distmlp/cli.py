@@ -54,7 +54,7 @@ def train(
     from distmlp.config import RunConfig
     from distmlp.training import train as run_training
 
-    world = open_world()
+    world = open_world(try_devices=True)
     config = world.agree(lambda: RunConfig.load(run, set_, output))
     run_training(config, resume=resume, overwrite=overwrite, world=world, report=True)
     return 0

@@ -35,7 +35,7 @@ def train(
     Returns what `summary.json` holds. Raises DistmlpError: ConfigError, DataError, SystemUnfitError,
     DivergedError, StoppedError (a signal; a checkpoint was saved).
     """
-    world = world or open_world()
+    world = world or open_world(try_devices=True)
     reporter = Reporter(world, report)
     try:
         with (

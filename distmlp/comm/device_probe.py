@@ -13,8 +13,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any
 
+from distmlp.comm.hints import Launch, local_rank_hint
 from distmlp.comm.transport import Probe
 
 SECONDS = 60.0
@@ -23,6 +25,9 @@ _LAUNCHER_PREFIXES = (
     "PMIX_",
     "OMPI_COMM_WORLD",
     "OMPI_UNIVERSE",
+    "OMPI_MCA_orte",  # version 4 passes its wiring on as settings
+    "OMPI_MCA_ess",
+    "HYDRA_BSTRAP",
     "PRTE_",
     "HYDI_",
     "MPI_LOCAL",
@@ -40,6 +45,11 @@ class DeviceProbe:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_alone(os.environ)
         )
 
+    def discard(self) -> None:
+        """End the child: nobody wants to know any more."""
+        self._child.kill()
+        self._child.communicate()
+
     def result(self, seconds: float = SECONDS) -> Probe:
         """Wait for the child and read what it found; a child that hangs is killed."""
         try:
@@ -49,6 +59,20 @@ class DeviceProbe:
             output, _ = self._child.communicate()
             return judge(output.decode(errors="replace"), None)
         return judge(output.decode(errors="replace"), self._child.returncode)
+
+
+def begin(launch: Launch | None) -> DeviceProbe | None:
+    """The trial for the rank that makes it on its host, where there is a GPU and CuPy; None elsewhere.
+
+    To be called before MPI_Init.
+    """
+    if launch is None or local_rank_hint(launch) != 0 or find_spec("cupy") is None:
+        return None
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return DeviceProbe()
 
 
 def judge(output: str, code: int | None) -> Probe:

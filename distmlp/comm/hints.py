@@ -72,6 +72,20 @@ def rank_hint() -> int:
     return launch.rank if launch is not None and launch.live else 0
 
 
+def local_rank_hint(launch: Launch, environ: Mapping[str, str] = os.environ) -> int:
+    """This process's place among those of its host as the launcher of `launch` numbered it; its rank where that
+    launcher does not say."""
+    variable = {
+        "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_LOCAL_RANK",
+        "FLUX_JOB_SIZE": "FLUX_TASK_LOCAL_ID",
+        "PALS_RANKID": "PALS_LOCAL_RANKID",
+        "PMI_SIZE": "SLURM_LOCALID" if "srun" in launch.launcher else "MPI_LOCALRANKID",
+    }.get(launch.variable, "SLURM_LOCALID" if "srun" in launch.launcher else "")
+    local = _number(environ, variable)
+    return launch.rank if local is None else local
+
+
 def is_terminal(stream: TextIO, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether somebody looks at `stream`. Open MPI gives every rank a pseudo-terminal even where the output of mpirun
     goes to a file, so there the launcher's own output is looked at; one on another host counts as none."""

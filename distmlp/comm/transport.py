@@ -19,6 +19,9 @@ class Probe:
     reason: str  # what was tried and how it ended
 
 
+AVAILABLE = frozenset({"mpi", "staged", "nccl"})  # `peer` needs the kernels' part of it, which is still to come
+
+
 @dataclass(frozen=True)
 class Facts:
     """What the decision hangs on; the same on every rank."""
@@ -32,7 +35,7 @@ class Facts:
     peer: str = ""  # why the ranks of a host cannot reach each other's GPU memory; "" if they can
     nccl: str = ""  # why NCCL cannot be used; "" if it can
     shared_gpu: bool = False
-    offered: frozenset[str] = frozenset({"mpi", "staged", "nccl", "peer"})  # by this engine
+    offered: frozenset[str] = AVAILABLE
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ _MERITS = {
 def obstacle(transport: str, facts: Facts) -> str:
     """Why `transport` cannot serve the fused engine here, with what to do; "" if it can."""
     if transport not in facts.offered:
-        return "this engine does not offer it"
+        return "it is not available yet in this version of distmlp"
     if transport == "peer":
         if facts.hosts > 1:
             return f"the ranks are on {facts.hosts} hosts"

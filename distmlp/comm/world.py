@@ -16,7 +16,8 @@ from typing import Any, NoReturn, TypeVar
 
 from numpy.typing import NDArray
 
-from distmlp.comm import hints, policy
+from distmlp.comm import device_probe, hints, policy
+from distmlp.comm.device_probe import DeviceProbe
 from distmlp.comm.faults import Fault, exchange_faults, merge_faults
 from distmlp.comm.reduction import Reducer
 from distmlp.comm.startup import start_mpi
@@ -28,6 +29,8 @@ T = TypeVar("T")
 
 class World:
     """One per process. `communicator` is mpi4py's; None for a single process."""
+
+    device_probe: DeviceProbe | None = None  # on one rank a host: the trial of device memory, see `open_world`
 
     def __init__(self, communicator: Any = None, library: str = "") -> None:
         self._communicator = communicator
@@ -145,8 +148,11 @@ def current() -> World | None:
     return _world
 
 
-def open_world() -> World:
+def open_world(try_devices: bool = False) -> World:
     """The world of this process, opened at the first call.
+
+    `try_devices`: GPUs may train, so begin to try in a child process whether MPI moves their memory; that is not
+    safe any more once MPI runs.
 
     MPI is loaded if the environment shows a launcher of several processes, or if the caller has loaded it
     already. Raises SystemUnfitError when launcher and MPI library disagree about the number of processes,
@@ -157,7 +163,9 @@ def open_world() -> World:
         launch = hints.read_launch()
         loaded = "mpi4py.MPI" in sys.modules
         alone = not loaded and (launch is None or launch.size == 1)
+        probe = device_probe.begin(launch) if try_devices and not alone and not loaded else None
         _world = World() if alone else _open_mpi(launch)
+        _world.device_probe = probe
     return _world
 
 

@@ -37,11 +37,15 @@ class Ledger:
 
     def download(self, address: int, array: NDArray) -> None:
         """Copy from `address` into `array` (contiguous), after all work queued so far; it is there on return."""
+        self.start_download(address, array)
+        self.stream.synchronize()
+
+    def start_download(self, address: int, array: NDArray) -> None:
+        """As `download`, but only queued: `array` should be pinned, and is there once the stream has passed this."""
         assert array.flags.c_contiguous
         if array.nbytes:
             _runtime.memcpyAsync(array.ctypes.data, address, array.nbytes, _TO_HOST, self.stream.ptr)
         self.device_to_host_bytes += array.nbytes
-        self.stream.synchronize()
 
     def as_dict(self) -> dict[str, int]:
         names = ("host_to_device_bytes", "device_to_host_bytes", "kernel_launches", "steps")
@@ -91,6 +95,10 @@ class Arena:
 
     def has(self, name: str) -> bool:
         return name in self._places
+
+    def free(self) -> None:
+        """Give the memory back; nothing may be asked of it afterwards."""
+        self._memory, self._places = None, {}
 
 
 def pinned(size_bytes: int) -> NDArray:

@@ -19,7 +19,7 @@ from distmlp.engine.device_rows import INDEX_ROWS, OwnRows, ResidentRows, Stream
 from distmlp.engine.fused_state import DeviceState, check_capability, describe_device
 from distmlp.engine.optimizers import slot_names
 from distmlp.engine.plan import MAX_STEPS, Device, Plan, Task, make_plan
-from distmlp.engine.reduction import StagedReduction
+from distmlp.engine.reduction import Reduction, open_reduction
 from distmlp.engine.rows import RowPasses
 from distmlp.errors import DistmlpError, SystemUnfitError
 from distmlp.network import Network
@@ -40,7 +40,7 @@ class FusedEngine:
     """
 
     name = "fused"
-    transport = "none"  # how gradients are reduced; set by `open_engine`
+    transport = "none"  # how gradients are reduced; set by `connect`
     devices: list[dict[str, Any]]  # of all ranks: rank, host, name, uuid; set by `open_engine`
 
     def __init__(
@@ -72,7 +72,7 @@ class FusedEngine:
         self._state = DeviceState(config, self.plan, standardization, self._ledger, poison)
         self._own = own
         self._rows = None if feed is None or own is None or sample is None else self._place_rows(feed, own, sample)
-        self._reduction = StagedReduction(self._state, world) if world.size > 1 else None
+        self._reduction: Reduction | None = None
         self._passes = _DevicePasses(self._state, config, network, standardization)
         self._launch_steps = 16
         self.reason = f"GPU {device.name}, {self.plan.regime} kernel, {self.precision} products"
@@ -90,6 +90,15 @@ class FusedEngine:
             return ResidentRows(feed.resident(), own, self._ledger, self._device.capability)
         return StreamedRows(feed, sample, own, self._ledger)
 
+    def connect(self, transport: str) -> str:
+        """Join the ranks' gradients by `transport` (not "none"); a few words on how. Collective, before `train`.
+
+        Raises AgreedError, on every rank, where that does not work after all.
+        """
+        self._reduction, note = open_reduction(transport, self._state, self._world)
+        self.transport = transport
+        return note
+
     def load(self, state: State) -> None:
         self._state.load(state)
 
@@ -100,6 +109,7 @@ class FusedEngine:
         feed, rows = self._feed, self._rows
         assert feed is not None, "this engine was opened without data"
         assert rows is not None
+        assert self._reduction or self._world.size == 1, "connect() comes first"
         waited = feed.wait_seconds
         communicated = self._reduction.seconds if self._reduction else 0.0
         self._state.pack("parameters")
@@ -194,7 +204,14 @@ class FusedEngine:
         return self._ledger.as_dict()
 
     def close(self) -> None:
+        """Give back all of the GPU's memory: an MPI that knows of it must not find it gone when it ends."""
         self._ledger.stream.synchronize()
+        if self._reduction:
+            self._reduction.close()
+        self._rows = self._reduction = None
+        self._state.arena.free()
+        cupy.get_default_memory_pool().free_all_blocks()
+        cupy.get_default_pinned_memory_pool().free_all_blocks()
 
 
 class _DevicePasses(RowPasses):

@@ -1,49 +1,127 @@
-"""The sum of the gradients over the ranks, between two launches, through page-locked host memory."""
+"""The sum of the gradients over the ranks, between two launches, by the transport that was chosen."""
 
 from __future__ import annotations
 
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from distmlp.comm.device_sums import MPI_PIECE, ExchangeSum, LibrarySum, StagedSum, Sum
+from distmlp.comm.transport_trial import describe, try_sums
 from distmlp.engine import tally as slot
 from distmlp.engine.device_memory import pinned
+from distmlp.engine.gpu import Gpu, NcclSum
 from distmlp.engine.tally import TALLY
+from distmlp.errors import SystemUnfitError
 
 if TYPE_CHECKING:
     from distmlp.comm.world import World
     from distmlp.engine.fused_state import DeviceState
 
+YARDSTICK = 1 << 24  # elements up to which the staged way is timed beside MPI's: it takes page-locked memory
 
-class StagedReduction:
-    """Device → pinned buffer → `World.all_reduce` → device: works with any MPI library.
 
-    `tally` holds the sums of the last call, see tally.py; `seconds` what the collectives took.
+class Reduction:
+    """Sums gradient and tally where they lie on the device.
+
+    `tally` holds the sums of the last call, see tally.py; `seconds` what the all-reduces took.
     """
 
-    name = "staged"
+    def __init__(self, state: DeviceState, summation: Sum) -> None:
+        self._state, self._sum = state, summation
+        self._count = state.network.size + TALLY
+        self.tally = pinned(TALLY * 4).view(np.float32)
+        self._votes = np.zeros(TALLY, np.float32)
 
-    def __init__(self, state: DeviceState, world: World) -> None:
-        self._state, self._world = state, world
-        self._size = state.network.size
-        self._buffer = pinned((self._size + TALLY) * 4).view(np.float32)[: self._size + TALLY]
-        self.tally = self._buffer[self._size :]
-        self.seconds = 0.0
+    @property
+    def seconds(self) -> float:
+        return self._sum.seconds
 
     def reduce(self, stop: bool, failed: bool) -> None:
         """Replace the device's gradient and tally by their sums over all ranks. Collective.
 
         `stop`: this rank asks to stop. `failed`: it could not compute its part and adds nothing.
         """
-        address = self._state.arena.address("gradient")
+        state = self._state
+        address = state.arena.address("gradient")
         if failed:
-            self._buffer[:] = 0
-            self.tally[slot.FAILED] = 1
-        else:
-            self._state.ledger.download(address, self._buffer)
-        self.tally[slot.STOP] = stop
-        started = perf_counter()
-        self._world.all_reduce(self._buffer)
-        self.seconds += perf_counter() - started
-        self._state.ledger.upload(address, self._buffer)
+            state.arena.zero("gradient", state.ledger.stream)
+        if stop or failed:  # the kernel left zeros in these two places of the tally
+            self._votes[:2] = stop, failed
+            place = address + (state.network.size + slot.STOP) * 4
+            state.ledger.upload(place, self._votes[: slot.FAILED - slot.STOP + 1])
+        self._sum.run(address, self._count)
+        self._sum.tail(address, self._count, self.tally)
+
+    def close(self) -> None:
+        """Give back communicators, scratch and page-locked memory. Before MPI ends."""
+        self._sum.close()
+        self.tally = self.tally.copy()
+
+
+def open_reduction(transport: str, state: DeviceState, world: World) -> tuple[Reduction, str]:
+    """The reduction by `transport`, and a few words on it. Collective.
+
+    Raises AgreedError where it does not work after all, on every rank.
+    """
+    gpu, note = Gpu(state.ledger), ""
+    summation: Sum
+    if transport == "nccl":
+        summation = NcclSum(gpu, world, state.ledger)
+    elif transport == "mpi":
+        summation, note = _fastest_by_mpi(state, gpu, world)
+    else:
+        summation = world.agree(lambda: StagedSum(gpu, world, _host(state.network.size + TALLY)), "staged")
+    return Reduction(state, summation), note
+
+
+def _fastest_by_mpi(state: DeviceState, gpu: Gpu, world: World) -> tuple[Sum, str]:
+    """The library's Allreduce or our own exchange, whichever is faster at this size and right."""
+    address, count = state.arena.address("gradient"), state.network.size + TALLY
+    sums: list[Sum] = [LibrarySum(gpu, world)]
+    own = world.agree(lambda: _own_exchange(state, world, address, count))
+    obstacles = [text for text in world.all_gather("" if isinstance(own, ExchangeSum) else own) if text]
+    if isinstance(own, ExchangeSum) and not obstacles:
+        sums.append(own)
+    eligible = len(sums)
+    if count <= YARDSTICK:  # is device memory the faster way at all? (open-mpi/ompi#2397)
+        sums.append(world.agree(lambda: StagedSum(Gpu(state.ledger), world, _host(count))))
+    outcomes, _ = try_sums(sums, gpu, world, address, count)
+    right = [number for number in range(eligible) if not outcomes[number].fault]
+    if not right:
+        reasons = "; ".join(f"{outcome.name}: {outcome.fault}" for outcome in outcomes[:eligible])
+
+        def refuse() -> None:
+            raise SystemUnfitError(
+                f"MPI all-reduces of GPU memory go wrong here ({reasons}): {world.library}; use "
+                "--set run.transport=nccl or staged, and let `distmlp doctor` look at the GPUs' access to each other"
+            )
+
+        world.agree(refuse)
+    taken = min(right, key=lambda number: outcomes[number].seconds)
+    for number, each in enumerate(sums):
+        if number != taken:
+            each.close()
+    note = "; ".join([describe(outcomes, taken, count), *obstacles[:1]])
+    staged = outcomes[eligible:]
+    if staged and not staged[0].fault and staged[0].seconds < outcomes[taken].seconds:
+        note += "; host memory is the faster way here: --set run.transport=staged"
+    return sums[taken], note
+
+
+def _own_exchange(state: DeviceState, world: World, address: int, count: int) -> ExchangeSum | str:
+    """Ours, or why it cannot be had: CuPy compiles its addition with CUDA's headers, which may be missing."""
+    gpu = Gpu(state.ledger)
+    exchange = ExchangeSum(gpu, world, count)
+    try:
+        gpu.add(address, address, address, min(count, MPI_PIECE))
+        gpu.synchronize()
+    except Exception as error:
+        exchange.close()
+        return f"no exchange of our own: {type(error).__name__}: {str(error).splitlines()[0]}"
+    return exchange
+
+
+def _host(count: int) -> NDArray:
+    return pinned(count * 4).view(np.float32)[:count]

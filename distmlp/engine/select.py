@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from distmlp.comm.binding import bind, table
-from distmlp.comm.startup import library_make
-from distmlp.comm.transport import Choice, Facts, choose_transport
+from distmlp.comm.transport import Facts, choose_transport
+from distmlp.engine import transports
 from distmlp.engine.reference import ReferenceEngine
 from distmlp.errors import SystemUnfitError
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from distmlp.engine import Engine, Standardization
     from distmlp.engine.fused import FusedEngine
     from distmlp.network import Network
-
-FUSED_TRANSPORTS = frozenset({"staged"})  # those that the fused engine has
 
 
 def open_engine(
@@ -42,20 +40,7 @@ def open_engine(
         return _reference(arguments, "asked for"), "run.engine = reference"
     obstacle = _obstacle(config, world)
     if not obstacle:
-        binding = bind(world, config.run.share_gpu)
-        choice = _transport(config, world, "fused", binding.shared)
-        engine = world.agree(lambda: _fused(arguments, binding.ordinal), "fused engine")
-        engine.transport = choice.transport
-        engine.devices = [
-            {"rank": seat.rank, "host": seat.host, "name": seat.gpu.name, "uuid": seat.gpu.uuid}
-            for seat in binding.seats
-        ]
-        if world.size == 1:
-            return engine, engine.reason
-        warning = f"; warning: GPUs are shared: {binding.warning}" if binding.shared else ""
-        return engine, (
-            f"{engine.reason}{warning}\n{table(binding.seats)}\ntransport {choice.transport} ({choice.reason})"
-        )
+        return _open_fused(arguments)
     if wanted == "fused" and feed is not None:
 
         def refuse() -> None:
@@ -67,13 +52,26 @@ def open_engine(
     return _reference(arguments, obstacle), f"no GPU engine: {obstacle}"
 
 
-def _transport(config: RunConfig, world: World, engine: str, shared_gpu: bool = False) -> Choice:
-    """How gradients are reduced. Raises SystemUnfitError, on every rank, where what was asked for cannot work."""
-    facts = Facts(
-        engine, world.size, len(world.hosts), world.library, library_make(world.library),
-        shared_gpu=shared_gpu, offered=FUSED_TRANSPORTS,
-    )  # fmt: skip
-    return choose_transport(config.run.transport, facts)
+def _open_fused(arguments: tuple) -> tuple[FusedEngine, str]:
+    """The fused engine on this rank's GPU, joined with those of the other ranks if it is to train."""
+    config, world, feed = arguments[0], arguments[2], arguments[3]
+    binding = bind(world, config.run.share_gpu)
+    joined = feed is not None and world.size > 1
+    wanted = config.run.transport
+    if joined:
+        facts = transports.find_facts(wanted, world, binding.shared)
+        choice = world.agree(lambda: choose_transport(wanted, facts), "run.transport")
+    engine = world.agree(lambda: _fused(arguments, binding.ordinal), "fused engine")
+    engine.devices = [
+        {"rank": seat.rank, "host": seat.host, "name": seat.gpu.name, "uuid": seat.gpu.uuid} for seat in binding.seats
+    ]
+    reason = engine.reason
+    if world.size > 1:
+        warning = f"; warning: GPUs are shared: {binding.warning}" if binding.shared else ""
+        reason += f"{warning}\n{table(binding.seats)}"
+    if joined:
+        reason += f"\n{transports.connect(engine, wanted, choice, facts)}"
+    return engine, reason
 
 
 def _fused(arguments: tuple, ordinal: int) -> FusedEngine:
@@ -94,7 +92,8 @@ def _reference(arguments: tuple, reason: str) -> ReferenceEngine:
             f"({reason}); set run.precision = fp32"
         )
     engine = ReferenceEngine(*arguments)
-    engine.transport = _transport(config, world, "reference").transport
+    facts = Facts("reference", world.size, len(world.hosts))
+    engine.transport = choose_transport(config.run.transport, facts).transport
     return engine
 
 

@@ -10,12 +10,13 @@ from dataclasses import replace
 import pytest
 
 from distmlp.comm.device_probe import DeviceProbe, build_claims, judge
-from distmlp.comm.transport import Facts, Probe, choose_transport, device_hint
+from distmlp.comm.transport import AVAILABLE, Facts, Probe, choose_transport, device_hint
 from distmlp.errors import SystemUnfitError
 
 AWARE = Probe(True, "right in a trial")
 UNAWARE = Probe(False, "the trial's all-reduce crashed with signal 11")
-TWO = Facts("fused", 2, 1, "Open MPI v5.0.11", "Open MPI", UNAWARE, peer="", nccl="")
+ALL = frozenset({"mpi", "staged", "nccl", "peer"})
+TWO = Facts("fused", 2, 1, "Open MPI v5.0.11", "Open MPI", UNAWARE, peer="", nccl="", offered=ALL)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,8 @@ TWO = Facts("fused", 2, 1, "Open MPI v5.0.11", "Open MPI", UNAWARE, peer="", ncc
         (replace(TWO, hosts=2, nccl="not installed"), "staged", "not installed"),
         (replace(TWO, shared_gpu=True), "staged", "share a GPU"),
         (replace(TWO, shared_gpu=True, device_mpi=AWARE), "mpi", "share a GPU"),
-        (replace(TWO, offered=frozenset({"staged"})), "staged", "does not offer"),
+        (replace(TWO, offered=frozenset({"staged"})), "staged", "not available yet"),
+        (replace(TWO, offered=AVAILABLE, device_mpi=AWARE), "mpi", "peer: it is not available yet"),
     ],
 )
 def test_auto(facts, transport, reason):
@@ -59,6 +61,7 @@ def test_auto_always_finds_one():
         ("nccl", replace(TWO, nccl="NCCL is not installed"), ("NCCL is not installed",)),
         ("nccl", replace(TWO, shared_gpu=True), ("NCCL refuses",)),
         ("nccl", replace(TWO, engine="reference"), ("fused engine", "transport=auto")),
+        ("peer", replace(TWO, offered=AVAILABLE), ("peer", "not available yet in this version")),
     ],
 )
 def test_forced_transport_that_cannot_work_is_refused(wanted, facts, words):

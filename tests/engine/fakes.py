@@ -33,6 +33,7 @@ class FakeWorld:
     calls: list[str] = field(default_factory=list)
     hosts: tuple[str, ...] = ("host",)
     library: str = ""
+    device_probe: Any = None
 
     @property
     def size(self) -> int:

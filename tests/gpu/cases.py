@@ -129,6 +129,8 @@ class Case:
             self.config, make_network(self.config), world, feed, self.standardization(rows), narrow=self.narrow,
             poison=poison,
         )  # fmt: skip
+        if world.size > 1:
+            engine.connect("staged")
         engine.load(self.initial())
         return engine
 
