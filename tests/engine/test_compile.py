@@ -1,0 +1,190 @@
+"""Every kernel compiles for the GPUs we name, without a GPU, with registers and spills in bounds; the cache is safe.
+
+Needs CuPy (or nothing but its NVRTC binding) and NVRTC; both come from PyPI and need no driver.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from engine.fakes import make_config, make_network
+
+from distmlp.engine import compile as compiler
+from distmlp.engine.optimizers import slot_names
+from distmlp.engine.plan import Device, Task, make_plan
+from distmlp.errors import SystemUnfitError
+
+try:
+    compiler.version()
+except SystemUnfitError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+DEVICES = {
+    75: Device("T4", 75, 40, 64 << 10, 1 << 34),
+    80: Device("A100", 80, 108, 163 << 10, 1 << 35),
+    90: Device("H200", 90, 132, 227 << 10, 1 << 37),
+    100: Device("B200", 100, 148, 227 << 10, 1 << 37),
+}
+ALL_ACTIVATIONS = ("relu", "leaky_relu", "elu", "gelu", "silu", "tanh", "sigmoid", "softplus", "sine", "identity")
+
+# Families: product × loss kind × update kind × tile sizes. Others differ in a constant.
+FAMILIES = {
+    "fp32 direct, large tiles": ((512,) * 4, 8192, "fp32", {}, "adam"),
+    "tf32 norm first, mixed": ((8, *(24,) * 10, 2), 64, "tf32", {"activation": ALL_ACTIVATIONS}, "lamb"),
+    "bf16 direct, large tiles": ((512,) * 4, 8192, "bf16", {"activation": "gelu"}, "adamw"),
+    "bf16 softmax, small tiles": ((100, 500, 10), 32, "bf16", {"loss": "softmax_cross_entropy"}, "nesterov"),
+    "bf16 narrow": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
+}
+
+
+def specialisations(family: str, capability: int) -> list[tuple[str, dict[str, str]]]:
+    from distmlp.engine.fused_state import specialisations as of_plan
+
+    widths, rows, precision, model, optimizer = FAMILIES[family]
+    config = make_config(list(widths), model, optimizer={"name": optimizer}, run={"precision": precision})
+    labels = config.model.loss == "softmax_cross_entropy"
+    task = Task(
+        make_network(config), rows, precision, config.model.loss, labels, False, slot_names(optimizer), False, 1
+    )
+    return of_plan(config, make_plan(task, DEVICES[capability]))
+
+
+def compile_family(arguments: tuple[str, int]) -> list[tuple[str, int]]:
+    """Source and bytes of machine code of every module of a family."""
+    family, capability = arguments
+    return [
+        (source, len(compiler.cubin(source, macros, capability)))
+        for source, macros in specialisations(family, capability)
+    ]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_every_family_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jobs = [(family, capability) for family in FAMILIES]
+    with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        results = list(pool.map(compile_family, jobs))
+    for (family, _), parts in zip(jobs, results, strict=True):
+        for source, size in parts:
+            print(f"sm_{capability} {family}: {source} {size:,} bytes of machine code")
+            assert size > 10_000
+    assert len(list((tmp_path / "distmlp" / "kernels").glob("*.cubin"))) >= len(FAMILIES)
+    assert not list((tmp_path / "distmlp" / "kernels").glob("*.tmp"))
+
+
+def test_turing_takes_the_plain_path() -> None:
+    (source, macros), *_ = specialisations("bf16 softmax, small tiles", 75)
+    assert macros["PRODUCT"] == "FMA"
+    assert len(compiler.cubin(source, macros, 75)) > 10_000
+
+
+@pytest.mark.skipif(not shutil.which("nvcc") and not os.path.exists("/usr/local/cuda/bin/nvcc"), reason="no nvcc")
+@pytest.mark.parametrize("family", ["bf16 direct, large tiles", "bf16 narrow"])
+def test_registers_and_spills(family: str, tmp_path: Path) -> None:
+    """nvcc reads the same files as NVRTC; ptxas reports registers and spills."""
+    source, macros = specialisations(family, 90)[-1]
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    report = subprocess.run(
+        [nvcc, "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-Xptxas=-v", "-o",
+         str(tmp_path / "out.cubin"), str(compiler.KERNELS / source),
+         *(f"-D{name}=" + value.replace(",", "\\,") for name, value in macros.items())],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert report.returncode == 0, report.stderr[-2000:]
+    assert "C75" not in report.stderr, "warpgroup products are run one by one"
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", report.stderr)]
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", report.stderr)]
+    print(f"{family}: {source} registers {registers}, bytes spilled {spills}")
+    assert max(registers) <= 255
+    assert max(spills) <= 1024
+
+
+def test_cache_answers_without_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = compiler.cubin("order.cu", {}, 90)
+    monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert compiler.cubin("order.cu", {}, 90) == first
+
+
+def test_damaged_cache_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = compiler.cubin("order.cu", {}, 90)
+    (cached,) = (tmp_path / "distmlp" / "kernels").glob("*.cubin")
+    cached.write_bytes(b"stump")
+    assert compiler.cubin("order.cu", {}, 90) == first
+    cached.write_bytes(first[: len(first) // 2])
+    assert compiler.cubin("order.cu", {}, 90) == first
+
+
+def test_read_only_home_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert compiler.cubin("order.cu", {}, 90)
+    assert list(tmp_path.glob("distmlp-*/*.cubin"))
+
+
+def test_a_folder_of_others_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = tmp_path / "distmlp" / "kernels"
+    shared.mkdir(parents=True)
+    shared.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiler.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    compiler.cubin("order.cu", {}, 90)
+    assert not list(shared.iterdir())
+
+
+def _compile_order(_: int) -> bytes:
+    return compiler.cubin("order.cu", {}, 90)
+
+
+def test_many_ranks_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with ProcessPoolExecutor(4, mp_context=get_context("spawn")) as pool:
+        codes = list(pool.map(_compile_order, range(4)))
+    assert len(set(codes)) == 1
+
+
+@pytest.mark.parametrize(("capability", "name"), [(52, "5.2"), (999, "99.9")])
+def test_unknown_gpu_is_named(capability: int, name: str) -> None:
+    with pytest.raises(SystemUnfitError, match=rf"compute capability {name}, and NVRTC \d+\.\d+ compiles for 7\.5 to"):
+        compiler.architecture(capability)
+
+
+def test_nearest_architecture_of_the_generation() -> None:
+    assert compiler.architecture(90) == "sm_90a"
+    assert compiler.architecture(86) == "sm_86"
+    assert compiler.architecture(109) in ("sm_107", "sm_103", "sm_101", "sm_100")
+
+
+def test_message_of_a_failed_compilation_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemUnfitError) as caught:
+        compiler.cubin("wide.cu", {"LOSS": "NO_SUCH_LOSS", "TILE_M": "x"}, 90)
+    assert "wide" in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= compiler.MESSAGE_LINES + 1
+
+
+def test_missing_nvrtc_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    import builtins
+
+    compiler._nvrtc.cache_clear()
+    real = builtins.__import__
+
+    def refuse(name: str, *arguments: object, **keywords: object) -> object:
+        if name.startswith("cupy_backends"):
+            raise ImportError("libnvrtc.so.13: cannot open shared object file")
+        return real(name, *arguments, **keywords)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(SystemUnfitError, match=r"libnvrtc.*distmlp\[cuda13\]"):
+        compiler._nvrtc()
+    monkeypatch.undo()
+    compiler._nvrtc.cache_clear()
