@@ -169,3 +169,21 @@ def test_a_run_of_digits_learns(tmp_path):
     assert done.returncode == 0, done.stderr
     summary = (tmp_path / "run" / "summary.json").read_text()
     assert json.loads(summary)["validation"]["accuracy"] > 0.93
+
+
+def test_prediction_against_truth_is_plotted(tmp_path):
+    pytest.importorskip("matplotlib")
+    build("teacher_student", tmp_path / "s", "--rows", 2000, "--validation-rows", 300, "--features", 4)
+    done = run_distmlp(
+        ["train", DATASETS / "teacher_student.toml", "--output", tmp_path / "run", "--set", "run.epochs=3",
+         "--set", f"data.train={tmp_path}/s/train-*.h5", "--set", f"data.validation={tmp_path}/s/validation-*.h5"],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    command = [sys.executable, DATASETS / "plot.py", tmp_path / "run", f"{tmp_path}/s/validation-*.h5"]
+    done = subprocess.run(
+        [*command, "--out", tmp_path / "p.png"], capture_output=True, text=True, env=clean_environment()
+    )
+    assert done.returncode == 0, done.stderr
+    errors = [float(line.split()[3].rstrip(",")) for line in done.stdout.splitlines()[:2]]
+    assert all(0.1 < error < 0.7 for error in errors)
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
