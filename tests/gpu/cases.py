@@ -119,7 +119,14 @@ class Case:
         engine.load(self.initial())
         return engine
 
-    def fused(self, poison: int | None = 0xFF, world: Any = None, rows: Rows | None = None) -> Any:
+    def fused(
+        self,
+        poison: int | None = 0xFF,
+        world: Any = None,
+        rows: Rows | None = None,
+        transport: str = "staged",
+        **options: Any,
+    ) -> Any:
         from distmlp.engine.fused import FusedEngine
 
         rows = self.data() if rows is None else rows
@@ -127,10 +134,10 @@ class Case:
         feed = MemoryFeed(rows, self.order, world.size, world.rank)
         engine = FusedEngine(
             self.config, make_network(self.config), world, feed, self.standardization(rows), narrow=self.narrow,
-            poison=poison,
+            poison=poison, **options,
         )  # fmt: skip
         if world.size > 1:
-            engine.connect("staged")
+            engine.connect(transport)
         engine.load(self.initial())
         return engine
 

@@ -42,10 +42,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not items or _obstacle() or session.config.option.collectonly:
         return
     cases = [value for item in items for value in getattr(item, "callspec", _NONE).params.values()]
-    for item in items:
-        cases += getattr(item.module, "CASES", [])
+    modules = {item.module.__name__: item.module for item in items}.values()
+    for module in modules:
+        cases += getattr(module, "CASES", [])
+    joined = [pair for module in modules for pair in getattr(module, "CASES_OF_RANKS", [])]
     started = time.perf_counter()
-    jobs = _jobs([case for case in cases if isinstance(case, Case)])
+    jobs = kernels([*((case, 1) for case in cases if isinstance(case, Case)), *joined])
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         seconds = list(pool.map(_compile, jobs))
     print(
@@ -58,19 +60,23 @@ class _NONE:
     params: dict = {}  # noqa: RUF012
 
 
-def _jobs(cases: list) -> list[tuple]:
+def kernels(cases: list) -> list[tuple]:
+    """What to compile for `(case, ranks)`."""
     from engine.fakes import make_network
 
+    from distmlp.engine.device_rows import OwnRows
     from distmlp.engine.fused_state import describe_device, specialisations
     from distmlp.engine.optimizers import slot_names
     from distmlp.engine.plan import Device, Task, make_plan
+    from distmlp.order import owned_streams
 
     device, jobs = Device(*describe_device()), {}
-    for case in cases:
+    for case, ranks in dict.fromkeys(cases):
         config = case.config
+        largest = OwnRows(case.order, owned_streams(4, ranks, 0)).largest_batch
         task = Task(
-            make_network(config), case.batch, case.precision, case.loss, case.labels, case.weights,
-            slot_names(case.optimizer), False, 1, case.dtype,
+            make_network(config), largest, case.precision, case.loss, case.labels, case.weights,
+            slot_names(case.optimizer), False, ranks, case.dtype,
         )  # fmt: skip
         for source, macros in specialisations(config, make_plan(task, device, case.narrow)):
             jobs[source, *sorted(macros.items())] = (source, macros, device.capability)

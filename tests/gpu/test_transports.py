@@ -1,0 +1,144 @@
+"""Two ranks, each transport: the same training as one rank, the same bits on both ranks and in every run.
+
+On two GPUs, and on one that the ranks share where the transport can do that. What MPI is on PATH decides whether
+`mpi` can be tried: with Intel MPI, source launch/env/intel-mpi.sh first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from gpu.cases import Case
+from launching import mpirun_path, run_mpi
+
+from distmlp.comm.binding import list_gpus
+
+RANKED = Case(optimizer="adam", widths=(20, 60, 50, 4), batch=100, batches=10, extra=1, weights=True)
+CASES = [RANKED, RANKED.but(narrow=True)]
+CASES_OF_RANKS = [(case, 2) for case in CASES]
+GPUS = len(list_gpus())
+WAYS = [
+    pytest.param("staged", "share", id="staged-shared"),
+    *(pytest.param(name, "", id=name, marks=pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"))
+      for name in ("staged", "nccl", "mpi")),
+]  # fmt: skip
+# `launching` takes a launcher's settings out of the environment; these are the machine's
+SETTINGS = {key: value for key, value in os.environ.items() if key.startswith(("I_MPI_OFFLOAD", "I_MPI_FABRICS"))}
+
+pytestmark = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun on PATH")
+
+
+def ranks(*argv: str, gpus: str | None = None, **options: Any) -> Any:
+    env = {**SETTINGS, **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})}
+    return run_mpi(2, [sys.executable, *argv], env=env, timeout=120, **options)
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What transport_ranks.py found."""
+    transport, share = request.param
+    path = tmp_path_factory.mktemp("ranks") / "report.json"
+    script = str(Path(__file__).with_name("transport_ranks.py"))
+    gpus = "0" if share else None
+    done = ranks(script, transport, str(path), *filter(None, [share]), gpus=gpus)
+    if transport == "mpi" and done.returncode == 4 and "not CUDA-aware" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[0][:200])
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())
+    assert (found["transport"], found["gpus"]) == (transport, 1 if share else 2)
+    if "TRANSPORT_REPORTS" in os.environ:  # kept for a look
+        name = f"{transport}{'-shared' if share else ''}.json"
+        Path(os.environ["TRANSPORT_REPORTS"], name).write_text(json.dumps(found, indent=1))
+    return found
+
+
+@pytest.mark.parametrize("regime", [0, 1], ids=["wide", "narrow"])
+def test_trains_like_one_rank_with_the_same_bits_on_both(report, regime):
+    found = report["training"][regime]
+    assert found["steps_with_differing_ranks"] == []
+    assert found["repeats"]
+    assert found["loss_error"] < 1e-5
+    assert found["weight_error"] < 1e-5
+    assert found["communication_seconds"] > 0
+
+
+def test_ranks_stop_fail_and_diverge_together(report):
+    assert report["faults"]["stopped"] == [True, 3]
+    assert "rows 4 to 5 of part.h5 are damaged" in report["faults"]["told"]
+    assert report["faults"]["nonfinite"] == 3
+
+
+def test_sums_wait_for_the_kernel_that_writes(report):
+    assert report["wrong_sums"] == []
+
+
+@pytest.fixture(scope="module")
+def run_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    random = np.random.default_rng(0)
+    inputs = random.standard_normal((600, 20)).astype("f4")
+    with h5py.File(folder / "part.h5", "w") as file:
+        file["inputs"], file["targets"] = inputs, np.sin(inputs[:, :4])
+    path = folder / "run.toml"
+    path.write_text(
+        '[model]\nlayers = [20, 60, 50, 4]\nloss = "mse"\n[data]\ntrain = "part.h5"\nbatch = 100\n'
+        '[run]\nepochs = 2\nengine = "fused"\noutput = "out"\n'
+    )
+    return path
+
+
+def train(run_toml: Path, name: str, *settings: str, **options: Any) -> tuple[Any, dict]:
+    output = run_toml.parent / name
+    chosen = [word for setting in settings for word in ("--set", setting)]
+    done = ranks("-m", "distmlp", "train", str(run_toml), "--output", str(output), *chosen, **options)
+    summary = output / "summary.json"
+    return done, json.loads(summary.read_text()) if summary.exists() else {}
+
+
+ALONE_ENDS = ["", "import sys; sys.exit(0)"]
+SCRIPT = """
+import sys
+from distmlp import RunConfig, train
+config = RunConfig.load(sys.argv[1], ["run.transport=" + sys.argv[3]], sys.argv[2])
+kept = [train(config, overwrite=True) for _ in range(2)]
+import cupy
+kept.append(cupy.ones(10))
+"""
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("transport", ["nccl", "mpi", "staged", "auto"])
+def test_runs_end_well(run_toml, transport):
+    """Through the command and by a script that keeps arrays: exit code 0 and nothing on standard error."""
+    done, summary = train(run_toml, transport, f"run.transport={transport}")
+    if transport == "mpi" and done.returncode == 4 and "not CUDA-aware" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[0][:200])
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert summary["transport"] == transport or transport == "auto"
+    assert f"transport {summary['transport']} (" in done.stdout
+    for end in ALONE_ENDS:
+        again = ranks("-c", SCRIPT + end, str(run_toml), str(run_toml.parent / f"{transport}-script"), transport)
+        assert (again.returncode, again.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["run.transport=peer"], ["run.transport = peer", "not available yet"]),
+        (["run.transport=nccl", "run.share_gpu=true"], ["ranks share a GPU, which NCCL refuses"]),
+    ],
+)
+def test_what_cannot_work_is_refused(run_toml, settings, words):
+    done, _ = train(run_toml, "refused", *settings, gpus="0" if "run.share_gpu=true" in settings or GPUS < 2 else None)
+    if GPUS < 2 and "run.share_gpu=true" not in settings:
+        assert "run.share_gpu" in done.stderr
+    else:
+        assert all(word in done.stderr for word in words), done.stderr
+    assert done.returncode == 4
