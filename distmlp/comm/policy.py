@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # before the next one's turn.
 _EXCHANGE_SECONDS = 0.5
 _TURN_SECONDS, _LAST_TURN = 0.3, 10
+_JOIN_SECONDS = 8.0
 
 
 def guarded(main: Callable[[], int | None]) -> NoReturn:
@@ -52,7 +53,7 @@ def report(error: BaseException) -> NoReturn:
             tell(f"distmlp: error: {error}")
         leave(error.exit_code)
     fault = _fault(error)
-    world = _join()
+    world = _join(fault)
     if world is None:  # alone, or under a launcher that the MPI library does not know
         if rank_hint() == 0:
             tell(_worded(fault, ""))
@@ -156,16 +157,28 @@ def _rank() -> int:
     return world.rank if world is not None else rank_hint()
 
 
-def _join() -> World | None:
+def _join(fault: tuple[int, str]) -> World | None:
     """The world, opened if several processes were launched: hydra leaves the other ranks waiting in MPI_Init
-    when one exits before it came there, so even a rank that failed has to come."""
+    when one exits before it came there, so even a rank that failed has to come. If the others do not (because the
+    command needs no MPI and they are done), this rank tells its `fault` and goes."""
     launch = read_launch()
-    if _current() is None and launch is not None and launch.live:
+    if _current() is None and launch is not None and launch.live and launch.size != 1:
+        patience = threading.Timer(_JOIN_SECONDS, _give_up, (fault,))
+        patience.daemon = True
+        patience.start()
         with suppress(Exception):
+            from distmlp.comm.startup import start_in_background
             from distmlp.comm.world import open_world
 
+            start_in_background()
             open_world()
+        patience.cancel()
     return _current()
+
+
+def _give_up(fault: tuple[int, str]) -> None:
+    tell(_worded(fault, f"rank {rank_hint()} on host {os.uname().nodename}"))
+    os._exit(fault[0])
 
 
 def _system_exit_code(stop: SystemExit) -> int:

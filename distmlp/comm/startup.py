@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from distmlp.comm.hints import Launch, how_to_launch, rank_hint
+from distmlp.comm.hints import Launch, how_to_launch, rank_hint, read_launch
 from distmlp.comm.threads import host_cores
 from distmlp.errors import SystemUnfitError
 
@@ -56,6 +56,17 @@ def library_make(library: str) -> str:
     """The make of an MPI library from its version string."""
     marks = {"Open MPI": "open mpi", "Intel MPI": "intel", "MVAPICH": "mvapich", "Cray MPICH": "cray"}
     return next((make for make, mark in marks.items() if mark in library.lower()), "MPICH")
+
+
+def start_in_background() -> None:
+    """MPI_Init by ctypes, which lets other threads run meanwhile; mpi4py holds Python's lock and may never return.
+
+    Only for a process that is about to end the job.
+    """
+    mpi = _load(read_launch())
+    if not mpi.Is_initialized():
+        ctypes.CDLL(library_file()).MPI_Init_thread(None, None, mpi.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+        mpi.COMM_WORLD.Set_errhandler(mpi.ERRORS_RETURN)
 
 
 def library_file() -> str | None:

@@ -141,3 +141,15 @@ def test_interrupt_before_training_ends_all_ranks():
     time.sleep(0.5)
     job.send_signal(signal.SIGINT)
     assert finish(job, 10).returncode != 0
+
+
+@pytest.mark.parametrize("who", ["0", "1"])
+def test_fault_of_a_rank_whose_others_are_done_is_told(who):
+    """A command without MPI: the other ranks have ended and will never come to MPI_Init."""
+    script = PROGRAM.replace('if how == "help": print("help"); return 0', 'if how == "done": return 0')
+    script = script.replace(
+        'if how == "usage"', 'if how == "done" and rank_hint() in who: fail("no space")\n    if how == "usage"'
+    )
+    done = run_python(2, script, "done", who, timeout=20)
+    assert done.returncode == 3
+    assert done.stderr.count("distmlp: error: no space") == 1
