@@ -9,8 +9,10 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from distmlp.data.filters import available
 from distmlp.data.layout import DEFLATE, NBIT, SCALEOFFSET, SHUFFLE, Filter, Layout
 
+PREFIXED = {32008: 3}  # bitshuffle puts so many values of its own before the given ones whenever a dataset is made
 _HDF5_LOCK = threading.Lock()
 
 
@@ -66,7 +68,9 @@ def _decode_by_hdf5(layout: Layout, stages: list[Filter], stored: bytes | bytear
                 plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
                 plist.set_chunk(layout.chunk)
                 for stage in stages:
-                    plist.set_filter(stage.id, stage.flags, stage.values)
+                    if not available(stage.id):
+                        raise DamagedChunk(f"the filter {stage.id} ({stage.name}) is not installed on this host")
+                    plist.set_filter(stage.id, stage.flags, stage.values[PREFIXED.get(stage.id, 0) :])
                 expected = [stage.values for stage in stages if stage.id in (NBIT, SCALEOFFSET)]
                 space = h5py.h5s.create_simple(layout.chunk)
                 kind = h5py.h5t.py_create(layout.dtype, logical=True)

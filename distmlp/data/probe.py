@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import h5py
 import numpy as np
 
+from distmlp.data.filters import available
 from distmlp.data.layout import CHECKSUM_GROUP, CHUNK_ENTRY
 
 MAX_LINKS = 32
@@ -216,7 +217,7 @@ def _filters(plist: Any, name: str) -> list[Any]:
     for position in range(plist.get_nfilters()):
         number, flags, values, label = plist.get_filter(position)
         text = bytes(label).split(b"\0")[0].decode("ascii", "replace") or f"filter {number}"
-        if not h5py.h5z.filter_avail(number):
+        if not available(number):
             raise Refused(
                 f"dataset `{name}` is compressed with the HDF5 filter {number} ({text}), which is not installed here; "
                 "install its plugin (`pip install hdf5plugin` has the usual ones), or repack the file with gzip or none"

@@ -1,5 +1,8 @@
 """Rows read without the HDF5 library are those that the library gives, for every number type and layout."""
 
+import importlib.util
+import subprocess
+import sys
 import zlib
 
 import h5py
@@ -161,3 +164,21 @@ def test_memory_for_a_chunk_is_bounded_by_its_size(tmp_path):
         decode(layout, zlib.compress(bytes(40000))[:-8], 0)
     with pytest.raises(DamagedChunk, match="gzip data is damaged"):
         decode(layout, b"nonsense", 0)
+
+
+def test_compressors_of_hdf5plugin_are_loaded_when_a_file_needs_them(tmp_path):
+    """Not imported here, as in a user's training: the reader and the checking child have to see to it."""
+    if importlib.util.find_spec("hdf5plugin") is None:
+        pytest.skip("hdf5plugin is not installed")
+    script = (
+        "import sys, h5py, hdf5plugin, numpy as np\n"
+        "x = np.arange(4000, dtype='f4').reshape(500, 8)\n"
+        "for name in ('Blosc', 'Blosc2', 'Zstd', 'LZ4', 'Bitshuffle'):\n"
+        "    with h5py.File(f'{sys.argv[1]}/{name}.h5', 'w') as file:\n"
+        "        file.create_dataset('inputs', data=x, chunks=(99, 8), **getattr(hdf5plugin, name)())\n"
+        "        file['targets'] = x\n"
+    )
+    subprocess.run([sys.executable, "-c", script, tmp_path], check=True)
+    rows = open_shards(tmp_path).read(0, 2500)
+    np.testing.assert_array_equal(rows.inputs, rows.targets)
+    assert rows.inputs[499, 7] == 3999
