@@ -33,10 +33,8 @@ class Outcome:
     seconds: float = 0.0  # of one all-reduce, median on the slowest rank
 
 
-def try_sums(
-    sums: Sequence[Sum], device: Device, world: World, address: int, count: int
-) -> tuple[list[Outcome], int | None]:
-    """Outcomes, and the number of the fastest that is right, None without one.
+def try_sums(sums: Sequence[Sum], device: Device, world: World, address: int, count: int) -> list[Outcome]:
+    """How each of `sums` does. Collective.
 
     Works on the buffer itself, `count` elements at `address`, and leaves zeros there.
     """
@@ -47,8 +45,13 @@ def try_sums(
         outcomes.append(Outcome(each.name, fault, 0.0 if fault else _time(each, device, world, address, count)))
         each.seconds = 0.0
     device.upload(address, np.zeros(count, np.float32))
+    return outcomes
+
+
+def fastest(outcomes: Sequence[Outcome]) -> int | None:
+    """The number of the fastest that is right, None without one."""
     right = [number for number, outcome in enumerate(outcomes) if not outcome.fault]
-    return outcomes, min(right, key=lambda number: outcomes[number].seconds, default=None)
+    return min(right, key=lambda number: outcomes[number].seconds, default=None)
 
 
 def pattern(rank: int, size: int) -> NDArray:

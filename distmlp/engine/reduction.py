@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distmlp.comm.device_sums import MPI_PIECE, ExchangeSum, LibrarySum, StagedSum, Sum
-from distmlp.comm.transport_trial import describe, try_sums
+from distmlp.comm.transport_trial import describe, fastest, try_sums
 from distmlp.engine import tally as slot
 from distmlp.engine.device_memory import pinned
 from distmlp.engine.gpu import Gpu, NcclSum
@@ -87,9 +87,9 @@ def _fastest_by_mpi(state: DeviceState, gpu: Gpu, world: World) -> tuple[Sum, st
     eligible = len(sums)
     if count <= YARDSTICK:  # is device memory the faster way at all? (open-mpi/ompi#2397)
         sums.append(world.agree(lambda: StagedSum(Gpu(state.ledger), world, _host(count))))
-    outcomes, _ = try_sums(sums, gpu, world, address, count)
-    right = [number for number in range(eligible) if not outcomes[number].fault]
-    if not right:
+    outcomes = try_sums(sums, gpu, world, address, count)
+    taken = fastest(outcomes[:eligible])
+    if taken is None:
         reasons = "; ".join(f"{outcome.name}: {outcome.fault}" for outcome in outcomes[:eligible])
 
         def refuse() -> None:
@@ -99,7 +99,7 @@ def _fastest_by_mpi(state: DeviceState, gpu: Gpu, world: World) -> tuple[Sum, st
             )
 
         world.agree(refuse)
-    taken = min(right, key=lambda number: outcomes[number].seconds)
+    assert taken is not None
     for number, each in enumerate(sums):
         if number != taken:
             each.close()

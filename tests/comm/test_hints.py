@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from distmlp.comm.hints import Launch, how_to_launch, read_launch
+from distmlp.comm.hints import Launch, how_to_launch, local_rank_hint, read_launch
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP = {"SLURM_STEP_ID": "0", "SLURM_SRUN_COMM_PORT": "4711", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}
@@ -124,3 +124,19 @@ def test_launch_of_environment(environ, expected):
 )
 def test_advice_names_the_right_launcher(launcher, make, advice):
     assert advice in how_to_launch(Launch(launcher, 4, 0, "X", True), make)
+
+
+@pytest.mark.parametrize(
+    ("environ", "local"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 0),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1", "SLURM_LOCALID": "0"}, 1),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}, 1),
+        ({"SLURM_STEP_ID": "0", "PMI_SIZE": "4", "PMI_RANK": "2", "SLURM_LOCALID": "0"}, 0),
+        ({"PMIX_RANK": "3", "SLURM_LOCALID": "0"}, 3),
+    ],
+)
+def test_local_rank(environ, local):
+    launch = read_launch(environ)
+    assert launch is not None
+    assert local_rank_hint(launch, environ) == local

@@ -24,11 +24,11 @@ RANKED = Case(optimizer="adam", widths=(20, 60, 50, 4), batch=100, batches=10, e
 CASES = [RANKED, RANKED.but(narrow=True)]
 CASES_OF_RANKS = [(case, 2) for case in CASES]
 GPUS = len(list_gpus())
+TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 WAYS = [
-    pytest.param("staged", "share", id="staged-shared"),
-    *(pytest.param(name, "", id=name, marks=pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"))
-      for name in ("staged", "nccl", "mpi")),
-]  # fmt: skip
+    pytest.param(("staged", "share"), id="staged-shared"),
+    *(pytest.param((name, ""), id=name, marks=TWO_GPUS) for name in ("staged", "nccl", "mpi")),
+]
 # `launching` takes a launcher's settings out of the environment; these are the machine's
 SETTINGS = {key: value for key, value in os.environ.items() if key.startswith(("I_MPI_OFFLOAD", "I_MPI_FABRICS"))}
 
@@ -113,7 +113,7 @@ kept.append(cupy.ones(10))
 """
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@TWO_GPUS
 @pytest.mark.parametrize("transport", ["nccl", "mpi", "staged", "auto"])
 def test_runs_end_well(run_toml, transport):
     """Through the command and by a script that keeps arrays: exit code 0 and nothing on standard error."""
