@@ -52,7 +52,9 @@ def main() -> int:
 
 
 def _limit(file_bytes: int) -> None:
-    """Bound memory and CPU time of the next file by its size."""
+    """Bound memory and CPU time of the next file by its size, where the system tells what is used now."""
+    if not os.path.exists("/proc/self/statm"):
+        return
     with open("/proc/self/statm", encoding="ascii") as statm:
         now = int(statm.read().split()[0]) * resource.getpagesize()
     memory = now + (64 << 20) + 2 * file_bytes
