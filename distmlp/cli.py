@@ -197,8 +197,11 @@ def data_convert(
 
 def dispatch(arguments: list[str]) -> int:
     """Run the command in `arguments`; its exit code. Usage errors become ConfigError."""
+    from distmlp.comm.policy import leave_to_first_rank
     from distmlp.errors import ConfigError
 
+    if arguments[:1] in (["export"], ["inspect"]) and leave_to_first_rank():
+        return 0
     try:
         return app(args=arguments, prog_name="distmlp", standalone_mode=False) or 0
     except Exception as error:

@@ -29,6 +29,8 @@ _EXCHANGE_SECONDS = 0.5
 _TURN_SECONDS, _LAST_TURN = 0.3, 10
 _JOIN_SECONDS = 8.0
 
+first_rank_alone = False
+
 
 def guarded(main: Callable[[], int | None]) -> NoReturn:
     """Run `main` and end this process with its exit code (None: 0); never returns, never leaves a rank waiting.
@@ -71,6 +73,16 @@ def report(error: BaseException) -> NoReturn:
     time.sleep(_TURN_SECONDS * min(world.rank, _LAST_TURN))
     tell(_worded(fault, where))
     abandon(fault[0])
+
+
+def leave_to_first_rank() -> bool:
+    """For a command that is one process's work: False on rank 0, which does it, True on the others, which are done.
+
+    Rank 0 is a world of its own then: the others would not come to MPI_Init.
+    """
+    global first_rank_alone
+    first_rank_alone = True
+    return rank_hint() > 0
 
 
 def tell(text: str) -> None:
@@ -162,7 +174,8 @@ def _join(fault: tuple[int, str]) -> World | None:
     when one exits before it came there, so even a rank that failed has to come. If the others do not (because the
     command needs no MPI and they are done), this rank tells its `fault` and goes."""
     launch = read_launch()
-    if _current() is None and launch is not None and launch.live and launch.size != 1:
+    several = launch is not None and launch.live and launch.size != 1 and not first_rank_alone
+    if _current() is None and several:
         patience = threading.Timer(_JOIN_SECONDS, _give_up, (fault,))
         patience.daemon = True
         patience.start()

@@ -162,7 +162,7 @@ def open_world(try_devices: bool = False) -> World:
     if _world is None:
         launch = hints.read_launch()
         loaded = "mpi4py.MPI" in sys.modules
-        alone = not loaded and (launch is None or launch.size == 1)
+        alone = not loaded and (launch is None or launch.size == 1 or policy.first_rank_alone)
         probe = device_probe.begin(launch) if try_devices and not alone and not loaded else None
         _world = World() if alone else _open_mpi(launch)
         _world.device_probe = probe

@@ -108,3 +108,16 @@ def test_help_of_a_rank_that_no_launcher_started_is_shown():
     done = run_mpi(0, [sys.executable, "-m", "distmlp", "--version"], env={"PMI_RANK": "3", "PMI_SIZE": "4"})
     assert done.returncode == 0
     assert done.stdout.startswith("distmlp ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["data", "convert", "a.npy", "out.h5"], 0), (["inspect", "none.h5"], 3)]
+)
+def test_work_of_one_process_is_done_by_rank_0_alone(tmp_path, arguments, code):
+    np.save(tmp_path / "a.npy", np.zeros((20, 3), "f4"))
+    started = time.monotonic()
+    done = run_mpi(RANKS, [sys.executable, "-m", "distmlp", *arguments], cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("distmlp: error:") == (code != 0)
+    assert done.stdout.count("rows in 1 file") == (code == 0)
+    assert time.monotonic() - started < SECONDS
