@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -125,10 +126,7 @@ def _explained(function: Callable[[], T]) -> T:
 
 def nccl_obstacle() -> str:
     """Why NCCL cannot be used by this process, "" if it can."""
-    try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CuPy's own words on a library that it does not find
         from cupy.cuda import nccl
-
-        nccl.get_version()
-    except Exception as error:
-        return f"NCCL is not installed ({type(error).__name__}: {error}); pip install nvidia-nccl-cu13 (or -cu12)"
-    return ""
+    return "" if nccl.available else "NCCL is not installed (pip install nvidia-nccl-cu13, or -cu12)"
