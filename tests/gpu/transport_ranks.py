@@ -157,10 +157,14 @@ def spin(world: World, transport: str) -> list[str]:
     for each in sums:
         for count in SIZES:
             for turn in range(ROUNDS):
-                value = float(world.rank + 1 + turn)
-                kernel(
-                    (64,), (256,), (memory, np.int64(count), np.float32(value), np.int64(CYCLES)), stream=ledger.stream
+                arguments = (
+                    np.uint64(memory.ptr),
+                    np.int64(count),
+                    np.float32(world.rank + 1 + turn),
+                    np.int64(CYCLES),
                 )
+                with ledger.stream:
+                    kernel((64,), (256,), arguments)
                 each.run(memory.ptr, count)
                 kept.copy_from_device_async(memory, 4 * count, ledger.stream)
                 memory.memset_async(0xFF, 4 * count, ledger.stream)
