@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from distmlp.config import RunConfig
 from distmlp.engine import Evaluation, Standardization, State, StepReport, layout, tally
 from distmlp.engine.backprop import Layers
-from distmlp.engine.device_memory import Ledger
+from distmlp.engine.device_memory import Ledger, pinned
 from distmlp.engine.device_rows import INDEX_ROWS, OwnRows, ResidentRows, StreamedRows, fits_device, raw_type
 from distmlp.engine.fused_state import DeviceState, check_capability, describe_device
 from distmlp.engine.optimizers import slot_names
@@ -73,6 +73,7 @@ class FusedEngine:
         self._own = own
         self._rows = None if feed is None or own is None or sample is None else self._place_rows(feed, own, sample)
         self._reduction: Reduction | None = None
+        self._before = pinned(layout.STEP_RESULT.itemsize).view(layout.STEP_RESULT)  # what came of the step before
         self._passes = _DevicePasses(self._state, config, network, standardization)
         self._launch_steps = 16
         self.reason = f"GPU {device.name}, {self.plan.regime} kernel, {self.precision} products"
@@ -166,13 +167,16 @@ class FusedEngine:
                 self._put_steps(number, rates[done : done + 1], firsts, done)
                 self._state.train_steps(place.arguments, done, done + 1, done > 0)
                 rows.launched()
-                if done and self._results(done)["status"][-1] == layout.NOT_FINITE:
-                    return self._results(done), False  # every rank saw the same sums
             except DistmlpError as error:
                 fault = error
+            if done:  # there once the sums are: looking before them would leave ranks behind that failed just now
+                before = self._state.arena.address("results") + (done - 1) * layout.STEP_RESULT.itemsize
+                self._ledger.start_download(before, self._before)
             reduction.reduce(self._stop(), fault is not None)
             if reduction.tally[tally.FAILED]:
                 world.agree(partial(_raise, fault), f"batch {number} of epoch {epoch}")
+            if done and self._before["status"][0] == layout.NOT_FINITE:
+                return self._results(done), False  # every rank saw the same sums
             done += 1
             if reduction.tally[tally.STOP]:
                 break
@@ -209,6 +213,7 @@ class FusedEngine:
         if self._reduction:
             self._reduction.close()
         self._rows = self._reduction = None
+        self._before = self._before.copy()
         self._state.arena.free()
         cupy.get_default_memory_pool().free_all_blocks()
         cupy.get_default_pinned_memory_pool().free_all_blocks()
