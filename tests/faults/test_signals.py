@@ -14,7 +14,7 @@ from tests.faults.faults import RunningJob, injection, train_command, wait_for
 from tests.faults.problem import losses, make_problem, newest_step, sha256, train
 from tests.launching import mpirun_make
 
-STEPS = 400
+STEPS = 160
 STOP_SECONDS = 10.0
 
 pytestmark = pytest.mark.timeout(180)
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.timeout(180)
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     """Hash and losses of the run that nobody disturbs, by number of ranks."""
-    toml = make_problem(tmp_path_factory.mktemp("whole"), steps=STEPS, checkpoint_every="200 steps", log_every=20)
+    toml = make_problem(tmp_path_factory.mktemp("whole"), steps=STEPS, checkpoint_every="80 steps", log_every=20)
     train(toml, toml.parent / "3", 3)
     return sha256(toml.parent / "3")
 
 
 def start(folder: Path, ranks: int = 3, *faults: dict[str, object], **run: object) -> tuple[RunningJob, Path, Path]:
-    toml = make_problem(folder, steps=STEPS, **({"checkpoint_every": "200 steps", "log_every": 20} | run))
+    toml = make_problem(folder, steps=STEPS, **({"checkpoint_every": "80 steps", "log_every": 20} | run))
     job = RunningJob(ranks, train_command(toml), injection(*faults) if faults else None)
     return job, toml, folder / "run"
 
@@ -51,7 +51,7 @@ NAP = {"rank": 0, "target": "distmlp.data.feed:Feed.batch", "call": 60, "action"
     ("name", "whom"),
     [
         ("SIGTERM", "one"),
-        ("SIGUSR1", "launcher"),
+        pytest.param("SIGUSR1", "launcher", marks=pytest.mark.full),
         pytest.param("SIGUSR1", "one", marks=pytest.mark.full),
         pytest.param("SIGUSR2", "all", marks=pytest.mark.full),
         pytest.param("SIGTERM", "all", marks=pytest.mark.full),
