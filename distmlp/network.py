@@ -89,9 +89,7 @@ class Network:
 
     def views(self, flat: NDArray) -> list[tuple[NDArray, NDArray]]:
         """`(weight (fan_in, fan_out), bias (fan_out,))` of every layer, views into `flat`."""
-        return [
-            (flat[layer.weight].reshape(layer.fan_in, layer.fan_out), flat[layer.bias]) for layer in self.layers
-        ]
+        return [(flat[layer.weight].reshape(layer.fan_in, layer.fan_out), flat[layer.bias]) for layer in self.layers]
 
     def initial(self, seed: int, init: str, dtype: DTypeLike = np.float32) -> NDArray:
         """Initial parameters: weights drawn from `init`, biases zero.

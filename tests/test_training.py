@@ -194,10 +194,9 @@ def test_train_as_a_library_call(tmp_path, folder, capsys):
 
 
 def test_early_stopping_ends_the_run_on_all_ranks(folder):
-    result = run_distmlp(
-        ["train", "run.toml", "--output", "tired", "--set", "run.early_stopping=2", "--set", "optimizer.learning_rate=0",
-         "--set", "run.validate_every=5 steps"], 2, cwd=folder,
-    )  # fmt: skip
+    settings = ["run.early_stopping=2", "optimizer.learning_rate=0", "run.validate_every=5 steps"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    result = run_distmlp(["train", "run.toml", "--output", "tired", *words], 2, cwd=folder)
     assert result.returncode == 0, result.stderr
     assert summary(folder / "tired")["status"] == "early_stopped"
     assert summary(folder / "tired")["steps"] == 15  # the first sets the mark, two do not better it
