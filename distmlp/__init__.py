@@ -19,5 +19,8 @@ def __getattr__(name: str) -> Any:  # what `import distmlp` costs must not inclu
     if name in _HOMES:
         import importlib
 
+        from distmlp.comm.policy import guard_script
+
+        guard_script()  # before the import, which may be what fails on one rank of a user's script
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'distmlp' has no attribute {name!r}")

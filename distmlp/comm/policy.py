@@ -5,7 +5,6 @@ The one place that prints errors, aborts MPI and chooses exit codes. Imports not
 
 from __future__ import annotations
 
-import atexit
 import io
 import os
 import signal
@@ -123,19 +122,19 @@ def abandon(code: int) -> NoReturn:
 
 def guard_script() -> None:
     """Make an uncaught exception in a user's own script end the whole job, as `guarded` does for the commands, and
-    MPI be finalized when the script ends well."""
-    from distmlp.comm import world as worlds
-
-    atexit.register(worlds.close)
+    MPI be finalized when the script ends well. Does nothing for a process alone, and nothing the second time."""
+    if getattr(sys.excepthook, "of_distmlp", False) or not _several():
+        return
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         world = _current()
-        if world is None or world.size == 1:
+        if world is not None and world.size == 1:
             previous(kind, error, trace)
         else:
             report(error)
 
+    hook.of_distmlp = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
@@ -173,9 +172,7 @@ def _join(fault: tuple[int, str]) -> World | None:
     """The world, opened if several processes were launched: hydra leaves the other ranks waiting in MPI_Init
     when one exits before it came there, so even a rank that failed has to come. If the others do not (because the
     command needs no MPI and they are done), this rank tells its `fault` and goes."""
-    launch = read_launch()
-    several = launch is not None and launch.live and launch.size != 1 and not first_rank_alone
-    if _current() is None and several:
+    if _current() is None and _several() and not first_rank_alone:
         patience = threading.Timer(_JOIN_SECONDS, _give_up, (fault,))
         patience.daemon = True
         patience.start()
@@ -187,6 +184,12 @@ def _join(fault: tuple[int, str]) -> World | None:
             open_world()
         patience.cancel()
     return _current()
+
+
+def _several() -> bool:
+    """Whether a launcher has started several processes."""
+    launch = read_launch()
+    return launch is not None and launch.live and launch.size != 1
 
 
 def _give_up(fault: tuple[int, str]) -> None:

@@ -58,6 +58,13 @@ def library_make(library: str) -> str:
     return next((make for make, mark in marks.items() if mark in library.lower()), "MPICH")
 
 
+def started_here() -> bool:
+    """Whether MPI was started by us, and not by a script's own import of mpi4py, which also ends it."""
+    import mpi4py
+
+    return not mpi4py.rc.initialize
+
+
 def start_in_background() -> None:
     """MPI_Init by ctypes, which lets other threads run meanwhile; mpi4py holds Python's lock and may never return.
 

@@ -5,6 +5,7 @@ A single process is a world of size 1: no MPI library is loaded and every collec
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
@@ -20,7 +21,7 @@ from distmlp.comm import device_probe, hints, policy
 from distmlp.comm.device_probe import DeviceProbe
 from distmlp.comm.faults import Fault, exchange_faults, merge_faults
 from distmlp.comm.reduction import Reducer
-from distmlp.comm.startup import start_mpi
+from distmlp.comm.startup import start_mpi, started_here
 from distmlp.comm.threads import limit_blas_threads
 from distmlp.errors import DistmlpError
 
@@ -170,7 +171,7 @@ def open_world(try_devices: bool = False) -> World:
 
 
 def close() -> None:
-    """Finalize MPI if it was started here. Collective; nothing may be sent afterwards."""
+    """Finalize MPI. Collective; nothing may be sent afterwards."""
     global _world
     world, _world = _world, None
     if world is None or world.communicator is None:
@@ -188,6 +189,8 @@ def _open_mpi(launch: hints.Launch | None) -> World:
         return World(None, library)
     policy.release_output()
     policy.guard_script()
+    if started_here():
+        atexit.register(close)
     # Our own communicator: a user's script may have messages of its own under way.
     world = World(mpi.COMM_WORLD.Dup(), library)
     limit_blas_threads(world)

@@ -140,3 +140,26 @@ def test_local_rank(environ, local):
     launch = read_launch(environ)
     assert launch is not None
     assert local_rank_hint(launch, environ) == local
+
+
+@pytest.mark.parametrize(
+    ("environ", "launchers_output", "expected"),
+    [
+        ({}, "", True),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "/dev/pts/3", True),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "/home/user/log.txt", False),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "pipe:[42]", False),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "", False),
+    ],
+)
+def test_pseudo_terminal_of_open_mpi_is_looked_through(monkeypatch, environ, launchers_output, expected):
+    def readlink(path: str) -> str:
+        if not launchers_output:
+            raise PermissionError
+        return launchers_output
+
+    monkeypatch.setattr(os, "readlink", readlink)
+    _, slave = os.openpty()
+    with open(slave, "w") as terminal, open(os.devnull, "w") as nothing:
+        assert is_terminal(terminal, environ) == expected
+        assert not is_terminal(nothing, environ)

@@ -120,8 +120,9 @@ def test_stuck_thread_does_not_keep_a_process_that_failed():
         ("world.agree(lambda: fail() if world.rank == 1 else 0)", 3, "distmlp: error: mine [rank 1"),
     ],
 )
-def test_users_own_script_ends_the_whole_job(end, code, said):
-    script = (
+@pytest.mark.parametrize("before", ["", "from mpi4py import MPI\n"])
+def test_users_own_script_ends_the_whole_job(before, end, code, said):
+    script = before + (
         "from distmlp.comm.world import open_world\n"
         "from distmlp.errors import DataError\n"
         "def fail(): raise DataError('mine')\n"
