@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from distmlp.comm.hints import Launch, how_to_launch, local_rank_hint, read_launch
+from distmlp.comm.hints import Launch, how_to_launch, is_terminal, local_rank_hint, read_launch
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP = {"SLURM_STEP_ID": "0", "SLURM_SRUN_COMM_PORT": "4711", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}
