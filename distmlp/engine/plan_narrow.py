@@ -75,8 +75,8 @@ class NarrowPlan:
 
     @property
     def partial_bytes(self) -> int:
-        """Of the two buffers of partial sums."""
-        return 2 * self.blocks * (self.chunks + 1) * CHUNK * 4
+        """Of the two buffers of partial sums and the tallies behind them."""
+        return 2 * self.blocks * (self.chunks * CHUNK * 4 + 16)
 
     def macros(self) -> dict[str, str]:
         """Compile-time definitions, see kernels/narrow_shape.cuh."""
@@ -100,7 +100,7 @@ def plan_narrow(network: Network, rows: int, multiprocessors: int, shared_limit:
     widths = network.widths
     if max(widths) > MAX_WIDTH:
         return None
-    for chains in (2, 1):
+    for chains in (2, 1) if rows > 64 * multiprocessors else (1, 2):  # a small batch spreads over more blocks
         shared = _shared_bytes(widths, chains, groups=2)
         items = _share_items(widths, groups=2)
         if shared <= shared_limit and items is not None:

@@ -69,16 +69,6 @@ def test_raw_types(dtype: str) -> None:
     check(BASE.but(dtype=dtype, standardize=True))
 
 
-@hypothesis.settings(max_examples=15, derandomize=True, deadline=None, database=None)
-@hypothesis.given(
-    widths=st.lists(st.sampled_from([1, 2, 5, 8, 15, 16, 17, 31, 48, 64]), min_size=2, max_size=5),
-    batch=st.integers(1, 400),
-    extra=st.integers(0, 5),
-)
-def test_drawn_shapes(widths: list[int], batch: int, extra: int) -> None:
-    check(BASE.but(widths=tuple(widths), batch=batch, extra=min(extra, batch - 1), limit=2.0))
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bits_repeat(case: Case) -> None:
     """1000 steps twice, in launches of different length, over memory that held different things."""
@@ -134,3 +124,13 @@ def test_skips_a_bad_batch() -> None:
     assert list(np.isnan(report.losses)) == [False, True, False, False]
     assert (report.skipped, engine.state().step) == (1, 3)
     assert np.isfinite(engine.state().parameters).all()
+
+
+@hypothesis.settings(max_examples=6, derandomize=True, deadline=None, database=None)
+@hypothesis.given(
+    widths=st.lists(st.sampled_from([1, 2, 5, 8, 15, 16, 17, 31, 48, 64]), min_size=2, max_size=5),
+    batch=st.integers(1, 400),
+    extra=st.integers(0, 5),
+)
+def test_drawn_shapes(widths: list[int], batch: int, extra: int) -> None:
+    check(BASE.but(widths=tuple(widths), batch=batch, extra=min(extra, batch - 1), limit=2.0))

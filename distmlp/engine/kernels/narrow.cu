@@ -58,9 +58,12 @@ struct Tiles {
     }
 
     // All tiles of a step, then the partial sums. What follows a step's last tile is the first of `following`.
-    __device__ __forceinline__ void run(const StepInfo& info, const StepInfo& following, float* partial, u32 number) {
+    __device__ __forceinline__ void run(
+        const StepInfo& info, const StepInfo& following, const Buffers& buffers, int s, u32 number) {
         const int tiles = (info.rows + TILE - 1) / TILE;
+        float* partial = buffers.partials_of(s) + (i64)blockIdx.x * PARTIAL_STRIDE;
         Totals totals = {};
+        Limit limit = {false};
         float sums[SUMS];
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) sums[i] = 0.f;
@@ -77,63 +80,53 @@ struct Tiles {
                 u32 a[2 * columns(0)];
                 chain.read_inputs(a);
                 if ((lane & 3) == 0) totals.weight += rows.weight[0] + rows.weight[1];
-                chain.forward<0>(a, raw, rows, targets, totals);
+                chain.forward<0>(a, raw, rows, next, inputs, targets, totals);
                 publish_operands();
                 next.load(raw);
-                chain.load_inputs(raw, next, inputs);
             }
             __syncthreads();
-            add_tile<0>(group, sums, chain.shared);
+            add_tile<0>(group, sums, chain.shared, !more, partial, limit);
             __syncthreads();
             if (works()) {
                 rows = next;
                 chain.store_inputs(raw, next_info, rows, next_at, inputs);
             }
         }
-        settle(sums);
-        order_exchange();
-        Limit limit = {false};
-        write_items<0>(group, sums, partial, limit);
-        write_totals(totals, (float*)(dynamic_shared + EXCHANGE_AT), partial, number, limit);
+        finish_sums(
+            totals, (float*)(dynamic_shared + EXCHANGE_AT), partial, buffers.tallies(s, 0) + blockIdx.x,
+            buffers.tallies(s, 1) + blockIdx.x, number, limit);
     }
 };
 
-// What a thread owns: its place in the block's first chunk, and which words of that chunk are ever written.
-struct Own {
-    Place place;
-    u32 words;
-
-    __device__ __forceinline__ void find(int chunk) {
-        place = {0, 0, 0, -1, 0};
-        words = 0;
-        if (chunk >= CHUNKS) return;
-        words = written_words(chunk);
-        if (threadIdx.x < CHUNK) place = locate(chunk, threadIdx.x);
-    }
-};
-
-// f(place, gradient summed over `count` producers) for this block's chunks; threads 0 to 127. `before(place)` is called
-// ahead of the loads of all chunks but the first, `between` once, by all threads, behind those of the first.
-template <bool WAIT, class Before, class Between, class F>
+// f(place, gradient summed over `count` producers) for this block's chunks; threads 0 to 127. `own` is the place in the
+// first of them; `before(place)` is called ahead of the loads of the others, `totals` filled in before the first f.
+template <class Before, class F>
 __device__ __forceinline__ void for_each_sum(
-    float* partials, int count, const Own& first, const Before& before, const Between& between, const F& f) {
+    const Buffers& buffers, int s, u32 number, int count, const Place& own, StepTotals& totals, const Before& before,
+    const F& f) {
     float* scratch = (float*)(dynamic_shared + EXCHANGE_AT);
-    if (blockIdx.x >= CHUNKS) between();
+    float* mine = scratch + (threadIdx.x >> 5) * WARP_SUMS;
+    const float* partials = buffers.partials_of(s);
+    __syncthreads();  // `scratch` has been read
+    await_producers(buffers, s, number, count, mine + CHUNK);
+    if (blockIdx.x < CHUNKS) sum_chunk(partials, count, blockIdx.x, mine);
+    __syncthreads();
+    totals = collect_totals(scratch);
     for (int chunk = blockIdx.x; chunk < CHUNKS; chunk += gridDim.x) {
-        Own own = first;
-        __syncthreads();  // `scratch` has been read
+        Place place = own;
         if (chunk != blockIdx.x) {
-            own.find(chunk);
-            if (own.place.flat >= 0) before(own.place);
+            place.flat = -1;
+            if (threadIdx.x < CHUNK) place = locate(chunk, threadIdx.x);
+            if (place.flat >= 0) before(place);
+            __syncthreads();
+            sum_chunk(partials, count, chunk, mine);
+            __syncthreads();
         }
-        sum_chunk<WAIT>(partials, count, chunk, own.words, scratch + (threadIdx.x >> 5) * WARP_SUMS);
-        if (chunk == blockIdx.x) between();
-        __syncthreads();
-        if (own.place.flat >= 0) {
+        if (place.flat >= 0) {
             float sum = 0.f;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) sum += scratch[w * WARP_SUMS + threadIdx.x];
-            f(own.place, sum);
+            f(place, sum);
         }
     }
 }
@@ -144,25 +137,31 @@ __device__ __forceinline__ void load_weights(const u8* image) {
     __syncthreads();
 }
 
+// What changes from step to step (see set_hyper), by two threads that own no parameter: the powers take as long as
+// the weights need to arrive.
+__device__ __forceinline__ void set_next_hyper(Hyper& h, float rate, u64 step) {
+    if (threadIdx.x == CHUNK) {
+        h.rate = rate;
+        if (OPTIMIZER >= ADAM) h.correction1 = (float)(1. / (1. - power(ENGINE.beta1, step)));
+    }
+    if (threadIdx.x == CHUNK + 64 && OPTIMIZER >= ADAM)
+        h.correction2 = (float)(1. / sqrt(1. - power(ENGINE.beta2, step)));
+}
+
 // Sums, update and publication of step `s`. `publication`: number of the next one. Returns whether there was one.
 __device__ __forceinline__ bool update_directly(
-    int s, u32 number, int count, float next_rate, const Own& own, const Buffers& buffers, u32 publication,
+    int s, u32 number, int count, float next_rate, const Place& own, const Buffers& buffers, u32 publication,
     Hyper (&hyper)[2], Progress& progress) {
     Parameter parameter = {};
-    if (own.place.flat >= 0) parameter.load(own.place.flat);
+    if (own.flat >= 0) parameter.load(own.flat);
     StepTotals totals;
-    Hyper h;
-    float* partials = buffers.partials_of(s);
     u8* image = buffers.image(publication);
-    for_each_sum<true>(
-        partials, count, own, [&](const Place& other) { parameter.load(other.flat); },
-        [&] {
-            totals = sum_tallies(partials, count, number);
-            h = hyper[s & 1];
-            h.scale = 1.f / totals.weight;
-        },
+    for_each_sum(
+        buffers, s, number, count, own, totals, [&](const Place& other) { parameter.load(other.flat); },
         [&](const Place& place, float sum) {
             if (totals.bad || totals.weight == 0.f) return;
+            Hyper h = hyper[s & 1];
+            h.scale = 1.f / totals.weight;
             parameter.value = update_rule(h, parameter.value, sum, parameter.first, parameter.second);
             publish(image, place, parameter.value);
             parameter.mean = average(h.ema_decay, parameter.mean, parameter.value);
@@ -174,30 +173,29 @@ __device__ __forceinline__ bool update_directly(
         else ++progress.skipped;
     }
     if (update) ++progress.step;
-    if (threadIdx.x == CHUNK) set_hyper(hyper[s + 1 & 1], next_rate, 1.f, progress.step + 1);
-    if (blockIdx.x == 0 && threadIdx.x == CHUNK + 32)
+    set_next_hyper(hyper[s + 1 & 1], next_rate, progress.step + 1);
+    if (blockIdx.x == 0 && threadIdx.x == CHUNK + 96)
         ENGINE.results[s] = StepResult{
-            totals.loss, totals.weight, !totals.bad ? DONE : ENGINE.stop_on_nonfinite ? NOT_FINITE : LEFT_OUT};
+            collect_loss((float*)(dynamic_shared + EXCHANGE_AT)), totals.weight,
+            !totals.bad ? DONE : ENGINE.stop_on_nonfinite ? NOT_FINITE : LEFT_OUT};
     return update;
 }
 
 // The sums to the flat gradient, the tally behind it.
 __device__ __forceinline__ void reduce_to_gradient(
-    int s, u32 number, const StepInfo& info, int count, const Own& own, const Buffers& buffers) {
-    float* partials = buffers.partials_of(s);
-    for_each_sum<false>(
-        partials, count, own, [](const Place&) {}, [] {},
+    int s, u32 number, const StepInfo& info, int count, const Place& own, const Buffers& buffers) {
+    StepTotals totals;
+    for_each_sum(
+        buffers, s, number, count, own, totals, [](const Place&) {},
         [&](const Place& place, float sum) { ENGINE.gradient[place.flat] = sum; });
-    if (blockIdx.x == 0 && threadIdx.x < 32) {
-        const StepTotals totals = sum_tallies(partials, count, number);
-        if (threadIdx.x == 0) {
-            float* tally = ENGINE.gradient + ENGINE.size;
-            for (int i = 0; i < TALLY; ++i) tally[i] = 0.f;
-            tally[TALLY_LOSS] = totals.bad ? __int_as_float(0x7fc00000) : (float)totals.loss;
-            tally[TALLY_WEIGHT] = totals.weight;
-            tally[TALLY_ROWS] = (float)info.rows;
-            ENGINE.results[s] = StepResult{totals.loss, totals.weight, DONE};
-        }
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        const double loss = collect_loss((float*)(dynamic_shared + EXCHANGE_AT));
+        float* tally = ENGINE.gradient + ENGINE.size;
+        for (int i = 0; i < TALLY; ++i) tally[i] = 0.f;
+        tally[TALLY_LOSS] = totals.bad ? __int_as_float(0x7fc00000) : (float)loss;
+        tally[TALLY_WEIGHT] = totals.weight;
+        tally[TALLY_ROWS] = (float)info.rows;
+        ENGINE.results[s] = StepResult{loss, totals.weight, DONE};
     }
 }
 
@@ -226,50 +224,55 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) narrow_st
     clear_exchange(buffers);
     u32 publication = 0, loaded = 0;  // publications so far, and the last that this block has loaded
     publish_all(buffers.image(publication));
-    Own own;
-    own.find(blockIdx.x);
+    Place own = {0, 0, 0, -1, 0};
+    if (threadIdx.x < CHUNK && blockIdx.x < CHUNKS) own = locate(blockIdx.x, threadIdx.x);
     Tiles tiles(raw);
     const StepInfo none = {0.f, 0, 0};
     if (begin < end) {
-        if (threadIdx.x == 0) set_hyper(hyper[begin & 1], ENGINE.steps[begin].rate, 1.f, progress.step + 1);
+        if (threadIdx.x < 2) set_hyper(hyper[threadIdx.x], ENGINE.steps[begin].rate, 1.f, progress.step + 1);
         __syncthreads();  // the scales
         tiles.stage(ENGINE.steps[begin]);
     }
     barrier.wait();
     load_weights(buffers.image(publication));
+    const auto step_info = [&](int s) { return s < end ? ENGINE.steps[s] : none; };
+    StepInfo info, following = step_info(begin), after = step_info(begin + 1);  // read a step before they are needed
     for (int s = begin; s < end; ++s) {
         if (progress.frozen) {
             if (blockIdx.x == 0 && threadIdx.x == 0) ENGINE.results[s] = StepResult{0., 0.f, NOT_RUN};
             continue;
         }
-        const StepInfo info = ENGINE.steps[s], following = s + 1 < end ? ENGINE.steps[s + 1] : none;
-        const int count = producers(info.rows), next_count = producers(following.rows);
+        info = following;
+        following = after;
+        after = step_info(s + 2);
+        const int count = producers(info.rows);
         const u32 number = s - begin + 1;
-        float* partial = buffers.partials_of(s) + (i64)blockIdx.x * PARTIAL_STRIDE;
 #if NARROW_DIRECT
         u8* next_image = buffers.image(publication + 2);
-        if (own.place.flat >= 0) clear(next_image, own.place);
+        if (own.flat >= 0) clear(next_image, own);
         if (gridDim.x < CHUNKS) for_each_own([&](const Place& place) { clear(next_image, place); });
 #else
         if (blockIdx.x == 0 && threadIdx.x == 0) control.flags[s + 1 & 1].gradient_not_finite = 0;
 #endif
         if (blockIdx.x < count) {
-            tiles.run(info, following, partial, number);
+            tiles.run(info, following, buffers, s, number);
         } else {
-            order_exchange();
-            if (blockIdx.x < next_count) tiles.stage(following);
+            __syncthreads();
+            if (threadIdx.x == 0) __threadfence();  // as in the release of a tally
+            if (blockIdx.x < producers(following.rows)) tiles.stage(following);
         }
 #if NARROW_DIRECT
-        if (update_directly(s, number, count, following.rate, own, buffers, publication + 1, hyper, progress))
-            ++publication;
-        if (blockIdx.x < next_count && loaded != publication) {
+        const bool updated =
+            update_directly(s, number, count, following.rate, own, buffers, publication + 1, hyper, progress);
+        if (updated) ++publication;
+        if (blockIdx.x < producers(following.rows) && loaded != publication) {
             load_weights(buffers.image(publication));
             loaded = publication;
         }
-        // Blocks with neither tiles nor parameters must not fall behind: nobody waits for them.
-        if (gridDim.x > CHUNKS && count < gridDim.x) barrier.wait();
+        // Where nobody waits for some blocks they must not fall behind: without tiles or parameters, or with nothing
+        // published.
+        if (!updated || (gridDim.x > CHUNKS && count < gridDim.x)) barrier.wait();
 #else
-        barrier.wait();
         reduce_to_gradient(s, number, info, count, own, buffers);
         barrier.wait();
         if (!ENGINE.deferred) {

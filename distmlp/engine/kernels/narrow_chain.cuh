@@ -159,11 +159,12 @@ struct Chain {
             store_blocks4(address + k * 256, {a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3]}, STRIDE);
     }
 
-    // Layer L and all that follow, then backward. `a`: this warp's rows of the layer's input.
+    // Layer L and all that follow, then backward. `a`: this warp's rows of the layer's input. `next_rows`: of the tile
+    // to come, whose `inputs` are asked for on the way.
     template <int L>
     __device__ __forceinline__ void forward(
-        const u32 (&a)[2 * columns(L)], const Raw& raw, const RowPair& rows, const Targets& targets,
-        Totals& totals) const {
+        const u32 (&a)[2 * columns(L)], const Raw& raw, const RowPair& rows, const RowPair& next_rows,
+        Inputs& inputs, const Targets& targets, Totals& totals) const {
         constexpr int OUT = columns(L + 1), KIND = activation(L);
         float z[4 * OUT];
         const Operand<OUT * BLOCK_BYTES, BLOCK_BYTES, true> weight{shared + CONSTANT(weight_at(L))};
@@ -190,9 +191,10 @@ struct Chain {
             store_fragments<OUT, activation_columns(L + 1)>(activation_fragment<L + 1>(), next);
             // The place of dZ is free until it is known: the slope waits there.
             if (stores_slope(KIND)) store_fragments<OUT, OUT>(delta_fragment<L + 1>(), slope);
-            forward<L + 1>(next, raw, rows, targets, totals);
+            forward<L + 1>(next, raw, rows, next_rows, inputs, targets, totals);
         } else {
             u32 dz[2 * OUT];
+            load_inputs(raw, next_rows, inputs);  // early enough to be there behind the weight gradients
             output(z, raw, rows, targets, totals, dz);
             store_fragments<OUT, OUT>(delta_fragment<LAYERS>(), dz);
             backward<LAYERS - 1>(dz);

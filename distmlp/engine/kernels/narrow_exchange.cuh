@@ -1,16 +1,14 @@
 // What happens between the blocks of a narrow step: every block sums chunks of the gradient over all blocks in a fixed
 // order, updates its parameters, and publishes them as the image that all blocks load into shared memory.
 //
-// No barrier stands in between. Every word says by itself whether it has been written: unwritten words hold
-// UNWRITTEN, which no sum and no weight is. Who has read partial sums marks them unwritten again; of the image, which
-// all read, there are three copies, and an owner clears the next one when nobody can be reading it any more.
-// What makes that safe, with publication k and step s, where `order_exchange` is a fence between a step's tiles and its
-// partial sums in every thread:
-//   partial sums  of step s are cleared by their reader in step s, fenced in step s + 1 before it publishes; they are
-//                 written again in step s + 2 by a block that has loaded what was published in step s + 1, and fenced.
-//   image k + 1   is cleared before publication k and fenced; whoever reads image k + 1 has loaded image k and fenced.
-//                 Its readers of three publications ago have all delivered partial sums since, which the owner has read.
-//   tallies       carry the number of their step; they too come in two copies.
+// No barrier stands in between. A block's tally, released behind its partial sums, carries the number of the step:
+// readers wait for it. Words of the image say by themselves whether they have been written: unwritten ones hold
+// UNWRITTEN, which no weight is. There are two copies of the partial sums and three of the image:
+//   partial sums  of step s are written again in step s + 2 by a block that has loaded what every owner published in
+//                 step s + 1, after it had read the sums of step s.
+//   image k + 1   is cleared by its owners before publication k, with a fence between; whoever reads image k + 1 has
+//                 loaded image k before, with a fence between. Its readers of three publications ago have all
+//                 delivered partial sums since then, which the owner has read.
 #pragma once
 #include "narrow_sums.cuh"
 #include "update.cuh"
@@ -21,11 +19,15 @@ constexpr u32 UNWRITTEN = 0xffffffffu;
 constexpr int IMAGES = 3;
 
 struct Buffers {
-    float* partials;  // (2, blocks, PARTIAL_STRIDE)
+    float* partials;  // (2, blocks, PARTIAL_STRIDE), then (2, 2, blocks) tallies of 8 bytes
     u8* images;       // (IMAGES, IMAGE_BYTES): bf16 weights in blocks, float32 biases; the padding is zero
 
     __device__ __forceinline__ float* partials_of(int s) const {
         return partials + (s & 1) * (i64)gridDim.x * PARTIAL_STRIDE;
+    }
+    // (blocks,) numbers behind the partial sums: losses (0) or weights (1).
+    __device__ __forceinline__ u64* tallies(int s, int which) const {
+        return (u64*)(partials + 2 * (i64)gridDim.x * PARTIAL_STRIDE) + (2 * (s & 1) + which) * gridDim.x;
     }
     __device__ __forceinline__ u8* image(u32 publication) const { return images + publication % IMAGES * IMAGE_BYTES; }
 };
@@ -44,105 +46,70 @@ __device__ __forceinline__ uint4 load_fresh(const void* where) {  // written by 
                  : "memory");
     return x;
 }
-__device__ __forceinline__ u64 load_fresh_pair(const u64* where) {
-    u64 x;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(where) : "memory");
-    return x;
+// The tally of a step: the same bits in every block.
+struct StepTotals {
+    float weight;
+    bool bad;
+};
+
+// Waits until this warp's producers (warp, warp + WARPS, …) have delivered; their tally into `mine` (4 floats).
+__device__ __forceinline__ void await_producers(const Buffers& buffers, int s, u32 number, int count, float* mine) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    double loss = 0.;
+    float weight = 0.f;
+    bool bad = false;
+    for (int p = warp + lane * WARPS; p < count; p += 32 * WARPS) {
+        u64 word;
+        do word = load_acquire(buffers.tallies(s, 1) + p);
+        while ((u32)(word >> 33) != number);
+        weight += __uint_as_float((u32)word);
+        bad |= word >> 32 & 1;
+        loss += __uint_as_float((u32)__ldcg(buffers.tallies(s, 0) + p));
+    }
+    __syncwarp();
+    weight = warp_sum(weight);
+    bad = __any_sync(~0u, bad);
+    loss = warp_sum(loss);
+    if (lane == 0) {
+        mine[0] = weight;
+        mine[1] = bad ? 1.f : 0.f;
+        *(double*)(mine + 2) = loss;
+    }
 }
-
-__device__ __forceinline__ void order_exchange() { __threadfence(); }
-
-// Which of a lane's four words of a chunk are ever written: not the padding between biases.
-__device__ __forceinline__ u32 written_words(int chunk) {
-    if (chunk < WEIGHT_CHUNKS) return 15u;
-    u32 words = 0;
+// Over the warps; the block has synchronised in between.
+__device__ __forceinline__ StepTotals collect_totals(const float* scratch) {
+    StepTotals totals = {0.f, false};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words |= (locate(chunk, 4 * (threadIdx.x & 31) + i).flat >= 0 ? 1u : 0u) << i;
-    return words;
+    for (int w = 0; w < WARPS; ++w) {
+        totals.weight += scratch[w * WARP_SUMS + CHUNK];
+        totals.bad |= scratch[w * WARP_SUMS + CHUNK + 1] != 0.f;
+    }
+    return totals;
 }
-__device__ __forceinline__ bool ready(const uint4& x, u32 words) {
-    return (x.x != UNWRITTEN || !(words & 1u)) && (x.y != UNWRITTEN || !(words & 2u)) &&
-           (x.z != UNWRITTEN || !(words & 4u)) && (x.w != UNWRITTEN || !(words & 8u));
+__device__ __forceinline__ double collect_loss(const float* scratch) {
+    double loss = 0.;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) loss += *(const double*)(scratch + w * WARP_SUMS + CHUNK + 2);
+    return loss;
 }
 
-// This warp's share of the sum of a chunk over producers, into `mine` (128 floats). With WAIT the sums are waited for,
-// and cleared.
-template <bool WAIT>
-__device__ __forceinline__ void sum_chunk(float* partials, int count, int chunk, u32 words, float* mine) {
+// This warp's share of the sum of a chunk over producers, into `mine` (128 floats).
+__device__ __forceinline__ void sum_chunk(const float* partials, int count, int chunk, float* mine) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
     for (int p = warp; p < count; p += 16 * WARPS) {  // sixteen loads in flight
-        float* source = partials + (i64)p * PARTIAL_STRIDE + chunk * CHUNK + 4 * lane;
+        const float* source = partials + (i64)p * PARTIAL_STRIDE + chunk * CHUNK + 4 * lane;
         uint4 x[16];
 #pragma unroll
         for (int i = 0; i < 16; ++i)
             x[i] = p + i * WARPS < count ? load_fresh(source + (i64)i * WARPS * PARTIAL_STRIDE) : make_uint4(0, 0, 0, 0);
-        if (WAIT) {
-            bool waiting;
-            do {
-                waiting = false;
-#pragma unroll
-                for (int i = 0; i < 16; ++i)
-                    if (!ready(x[i], words)) {
-                        waiting = true;
-                        x[i] = load_fresh(source + (i64)i * WARPS * PARTIAL_STRIDE);
-                    }
-            } while (waiting);
-        }
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             sum.x += __uint_as_float(x[i].x), sum.y += __uint_as_float(x[i].y);
             sum.z += __uint_as_float(x[i].z), sum.w += __uint_as_float(x[i].w);
         }
-        if (WAIT) {
-#pragma unroll
-            for (int i = 0; i < 16; ++i)
-                if (p + i * WARPS < count)
-                    *(uint4*)(source + (i64)i * WARPS * PARTIAL_STRIDE) =
-                        make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN);
-        }
     }
     *(float4*)(mine + 4 * lane) = sum;
-}
-
-// The tally over all producers, to every thread: the same bits in every block.
-struct StepTotals {
-    double loss;
-    float weight;
-    bool bad;
-};
-__device__ __forceinline__ StepTotals sum_tallies(const float* partials, int count, u32 number) {
-    StepTotals sum = {0., 0.f, false};
-#pragma unroll 1
-    for (int first = 0; first < count; first += 128) {
-        u64 loss[4], weight[4];
-        bool waiting;
-        do {  // four producers a lane
-            waiting = false;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int p = first + 32 * i + (threadIdx.x & 31);
-                loss[i] = weight[i] = tagged(0.f, number, false);
-                if (p < count) {
-                    const u64* tally = (const u64*)(partials + (i64)p * PARTIAL_STRIDE + TALLY_AT);
-                    loss[i] = load_fresh_pair(tally);
-                    weight[i] = load_fresh_pair(tally + 1);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) waiting |= (u32)(loss[i] >> 33) != number || (u32)(weight[i] >> 33) != number;
-        } while (waiting);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            sum.loss += __uint_as_float((u32)loss[i]);
-            sum.weight += __uint_as_float((u32)weight[i]);
-            sum.bad |= loss[i] >> 32 & 1;
-        }
-    }
-    sum.loss = warp_sum(sum.loss);
-    sum.weight = warp_sum(sum.weight);
-    sum.bad = __any_sync(~0u, sum.bad);
-    return sum;
 }
 
 // One parameter with its slots, from device memory and back.
@@ -191,17 +158,9 @@ __device__ __forceinline__ void clear(u8* image, const Place& place) {
         *(u16*)(image + place.image) = (u16)UNWRITTEN;
 }
 
-// Everything unwritten, before the first step of a launch; a barrier must follow.
+// No tally and nothing but the first image written, before the first step of a launch; a barrier must follow.
 __device__ __forceinline__ void clear_exchange(const Buffers& buffers) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    for (int parity = 0; parity < 2; ++parity) {
-        float* partials = buffers.partials_of(parity);
-        for (int chunk = blockIdx.x; chunk < CHUNKS; chunk += gridDim.x)
-            for (int p = warp; p < gridDim.x; p += WARPS)
-                *(uint4*)(partials + (i64)p * PARTIAL_STRIDE + chunk * CHUNK + 4 * lane) =
-                    make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN);
-        if (threadIdx.x < 2) ((u64*)(partials + (i64)blockIdx.x * PARTIAL_STRIDE + TALLY_AT))[threadIdx.x] = 0;
-    }
+    if (threadIdx.x < 4) buffers.tallies(threadIdx.x >> 1, threadIdx.x & 1)[blockIdx.x] = 0;
     for_each_own([&](const Place& place) {
         for (int i = 1; i < IMAGES; ++i) clear(buffers.image(i), place);
     });
@@ -223,12 +182,17 @@ __device__ __forceinline__ void load_image(const u8* image, u8* shared) {
     constexpr int VECTORS = IMAGE_BYTES / 16, TURNS = (VECTORS + BLOCK_THREADS - 1) / BLOCK_THREADS;
     constexpr int BIASES = bias_at(0) / 16;
     uint4 x[TURNS];
+    bool waiting = threadIdx.x < VECTORS;
+    while (waiting) {  // the first vector alone: all blocks asking for all words all the time would slow the writers
+        x[0] = load_fresh(image + 16 * threadIdx.x);
+        waiting = !ready(x[0], threadIdx.x >= BIASES);
+    }
+    if (threadIdx.x >= VECTORS) x[0] = make_uint4(0, 0, 0, 0);
 #pragma unroll
-    for (int i = 0; i < TURNS; ++i) {
+    for (int i = 1; i < TURNS; ++i) {
         const int v = threadIdx.x + i * BLOCK_THREADS;
         x[i] = v < VECTORS ? load_fresh(image + 16 * v) : make_uint4(0, 0, 0, 0);
     }
-    bool waiting;
     do {
         waiting = false;
 #pragma unroll

@@ -25,8 +25,7 @@ CONSTEXPR int bias_slot(int layer) {  // floats from the start of the biases
 }
 constexpr int BIAS_CHUNKS = (bias_slot(LAYERS) + CHUNK - 1) / CHUNK;
 constexpr int CHUNKS = WEIGHT_CHUNKS + BIAS_CHUNKS;
-constexpr int TALLY_AT = CHUNKS * CHUNK;         // of a block's partial sums: loss and weight, see `tagged`
-constexpr int PARTIAL_STRIDE = TALLY_AT + CHUNK;  // floats
+constexpr int PARTIAL_STRIDE = CHUNKS * CHUNK;  // floats of a block's partial sums
 
 // Where a parameter stands in the flat buffers and in the image; flat -1: padding.
 struct Place {

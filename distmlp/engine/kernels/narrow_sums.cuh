@@ -36,24 +36,6 @@ __device__ __forceinline__ void add_items(float* sums, u32 shared) {
     }
 }
 
-// One branch a warpgroup, each with its products begun and awaited inside: products in flight across a branch would
-// make the compiler serialise them.
-template <int GROUP>
-__device__ __forceinline__ void add_tile(int group, float (&sums)[SUMS], u32 shared) {
-    if constexpr (GROUP < GROUPS) {
-        if (group == GROUP) {
-            settle(sums);
-            begin_products();
-            add_items<GROUP, 0>(sums, shared);
-            commit_products();
-            wait_products();
-            settle(sums);
-        } else {
-            add_tile<GROUP + 1>(group, sums, shared);
-        }
-    }
-}
-
 // Collects whether a sum is not finite, or so large (2^115) that the sum over warps and blocks might not be: a block
 // that says no vouches for the whole gradient, and no further barrier is needed to know before the update.
 struct Limit {
@@ -63,14 +45,6 @@ struct Limit {
         return x;
     }
 };
-
-// A number as it is exchanged: never the word that means "not written yet" (a NaN, which becomes another).
-__device__ __forceinline__ float written(float x) { return __uint_as_float(min(__float_as_uint(x), 0xfffffffeu)); }
-
-// A number of step `number`, with whether the block's sums are bad.
-__device__ __forceinline__ u64 tagged(float x, u32 number, bool bad) {
-    return (u64)(number << 1 | (bad ? 1u : 0u)) << 32 | __float_as_uint(x);
-}
 
 template <int I>
 __device__ __forceinline__ void write_item(const float* sums, float* partial, Limit& limit) {
@@ -86,28 +60,61 @@ __device__ __forceinline__ void write_item(const float* sums, float* partial, Li
         const float* x = sums + ITEM.offset + 4 * j;
         if (first) limit.pass(x[0]), limit.pass(x[1]);
         if (second) limit.pass(x[2]), limit.pass(x[3]);
-        out[j * CHUNK] = make_float4(written(x[0]), written(x[1]), written(x[2]), written(x[3]));
+        out[j * CHUNK] = make_float4(x[0], x[1], x[2], x[3]);
     }
     if constexpr (ITEM.out_major) {  // the column of ones
         const float* ones = sums + ITEM.offset + 4 * COLUMNS;
         float* bias = partial + CONSTANT(WEIGHT_CHUNKS * CHUNK + bias_slot(ITEM.layer));
-        if ((lane & 3) == 0 && row < ROWS) bias[row] = written(limit.pass(ones[0]));
-        if ((lane & 3) == 0 && row + 8 < ROWS) bias[row + 8] = written(limit.pass(ones[2]));
+        if ((lane & 3) == 0 && row < ROWS) bias[row] = limit.pass(ones[0]);
+        if ((lane & 3) == 0 && row + 8 < ROWS) bias[row + 8] = limit.pass(ones[2]);
     }
 }
 
-template <int I>
-__device__ __forceinline__ void write_items(int group, const float (&sums)[SUMS], float* partial, Limit& limit) {
+template <int GROUP, int I>
+__device__ __forceinline__ void write_items(const float* sums, float* partial, Limit& limit) {
     if constexpr (I < ITEM_COUNT) {
-        if (group == CONSTANT(item(I).group)) write_item<I>(sums, partial, limit);
-        write_items<I + 1>(group, sums, partial, limit);
+        if constexpr (item(I).group == GROUP) write_item<I>(sums, partial, limit);
+        write_items<GROUP, I + 1>(sums, partial, limit);
     }
 }
 
-// Output biases and the tally of the block: over the lanes of a warp, then over the warps in their order.
-// `scratch`: shared floats (WARPS, WARP_SUMS). Every thread of the block takes part.
-__device__ __forceinline__ void write_totals(
-    Totals& totals, float* scratch, float* partial, u32 number, Limit& limit) {
+// Adds a tile to the sums of this warpgroup's items; behind the `last` tile of a step they are written to `partial`.
+// One branch a warpgroup, with its products begun and awaited inside: products in flight across a branch would make
+// the compiler serialise them.
+template <int GROUP>
+__device__ __forceinline__ void add_tile(
+    int group, float (&sums)[SUMS], u32 shared, bool last, float* partial, Limit& limit) {
+    if constexpr (GROUP < GROUPS) {
+        if (group == GROUP) {
+            settle(sums);
+            begin_products();
+            add_items<GROUP, 0>(sums, shared);
+            commit_products();
+            wait_products();
+            settle(sums);
+            if (last) {
+                settle(sums);
+                write_items<GROUP, 0>(sums, partial, limit);
+            }
+        } else {
+            add_tile<GROUP + 1>(group, sums, shared, last, partial, limit);
+        }
+    }
+}
+
+// A number of step `number`, with whether the block's sums are bad.
+__device__ __forceinline__ u64 tagged(float x, u32 number, bool bad) {
+    return (u64)(number << 1 | (bad ? 1u : 0u)) << 32 | __float_as_uint(x);
+}
+__device__ __forceinline__ void store_release(u64* where, u64 value) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(where), "l"(value) : "memory");
+}
+
+// Output biases and the tally of the block: over the lanes of a warp, then over the warps in their order. The tally
+// comes last and says that all partial sums of the block are there. `scratch`: shared floats (WARPS, WARP_SUMS).
+// Every thread of the block takes part.
+__device__ __forceinline__ void finish_sums(
+    Totals& totals, float* scratch, float* partial, u64* loss_tally, u64* weight_tally, u32 number, Limit& limit) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     float* mine = scratch + warp * WARP_SUMS;
     if (CHAIN_SUMS_BIAS) {
@@ -121,19 +128,24 @@ __device__ __forceinline__ void write_totals(
     const float loss = warp_sum(totals.loss), weight = warp_sum(totals.weight);
     if (lane == 0) mine[0] = limit.pass(loss), mine[1] = limit.pass(weight);
     const bool bad = __syncthreads_or(limit.bad);
-    const int i = threadIdx.x;
-    if (CHAIN_SUMS_BIAS && i < OUTPUTS) {
+    if (warp > 0) return;
+    static_assert(!CHAIN_SUMS_BIAS || OUTPUTS <= 32, "one warp adds up the output biases");
+    if (CHAIN_SUMS_BIAS && lane < OUTPUTS) {
         float sum = 0.f;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) sum += scratch[w * WARP_SUMS + 4 + i];
-        partial[CONSTANT(WEIGHT_CHUNKS * CHUNK + bias_slot(LAYERS - 1)) + i] = written(sum);
+        for (int w = 0; w < WARPS; ++w) sum += scratch[w * WARP_SUMS + 4 + lane];
+        partial[CONSTANT(WEIGHT_CHUNKS * CHUNK + bias_slot(LAYERS - 1)) + lane] = sum;
     }
-    if (i >= BLOCK_THREADS - 2) {
-        const int which = i - (BLOCK_THREADS - 2);  // loss, weight
-        float sum = 0.f;
+    float sum[2] = {0.f, 0.f};
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) sum += scratch[w * WARP_SUMS + which];
-        ((volatile u64*)(partial + TALLY_AT))[which] = tagged(sum, number, bad);
+    for (int w = 0; w < WARPS; ++w) {
+        sum[0] += scratch[w * WARP_SUMS];
+        sum[1] += scratch[w * WARP_SUMS + 1];
+    }
+    __syncwarp();
+    if (lane == 0) {
+        *loss_tally = tagged(sum[0], number, bad);
+        store_release(weight_tally, tagged(sum[1], number, bad));
     }
 }
 
