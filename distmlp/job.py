@@ -155,7 +155,10 @@ def _introduce(
     shards_text = f"{shards.rows:,} rows in {_count(len(shards.paths), 'shard')}"
     reporter.say(f"network {widths}, {network.parameter_count:,} parameters, {rule}")
     reporter.say(f"data {shards_text}, global batch {config.data.batch}, {ranks}")
-    reporter.say(f"engine {engine.name}, {engine.precision} ({reason})")
+    why, *details = reason.splitlines()
+    reporter.say(f"engine {engine.name}, {engine.precision} ({why})")
+    for line in details:  # which rank drives which GPU, and the transport between them
+        reporter.say(line)
     reporter.say(f"output {output.path}")
 
 

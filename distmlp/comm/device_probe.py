@@ -41,24 +41,23 @@ class DeviceProbe:
     """The child, started at once and read later. `command` stands in for it in tests."""
 
     def __init__(self, command: Sequence[str] = (sys.executable, "-m", __spec__.name)) -> None:
+        self._found: Probe | None = None
         self._child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_alone(os.environ)
         )
 
-    def discard(self) -> None:
-        """End the child: nobody wants to know any more."""
-        self._child.kill()
-        self._child.communicate()
-
     def result(self, seconds: float = SECONDS) -> Probe:
-        """Wait for the child and read what it found; a child that hangs is killed."""
-        try:
-            output, _ = self._child.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            output, _ = self._child.communicate()
-            return judge(output.decode(errors="replace"), None)
-        return judge(output.decode(errors="replace"), self._child.returncode)
+        """Wait for the child and read what it found, the first time; a child that hangs is killed."""
+        if self._found is None:
+            code = None
+            try:
+                output, _ = self._child.communicate(timeout=seconds)
+                code = self._child.returncode
+            except subprocess.TimeoutExpired:
+                self._child.kill()
+                output, _ = self._child.communicate()
+            self._found = judge(output.decode(errors="replace"), code)
+        return self._found
 
 
 def begin(launch: Launch | None) -> DeviceProbe | None:

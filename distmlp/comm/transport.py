@@ -107,7 +107,7 @@ _DEVICE_HINTS = {
     ),
     "MPICH": "MPICH needs a build with --with-cuda and MPIR_CVAR_ENABLE_GPU=1; see launch/env/mpich.sh",
     "Intel MPI": (
-        "Intel MPI needs I_MPI_OFFLOAD=1 and I_MPI_OFFLOAD_CUDA_LIBRARY=/full/path/of/libcuda.so.1; "
+        "Intel MPI needs I_MPI_OFFLOAD=1, I_MPI_OFFLOAD_CUDA_LIBRARY=/full/path/of/libcuda.so.1 and I_MPI_ROOT; "
         "see launch/env/intel-mpi.sh"
     ),
     "Cray MPICH": (

@@ -26,11 +26,8 @@ def find_facts(wanted: str, world: World, shared_gpu: bool) -> Facts:
     Waits for the trial of device memory in the child process, if `wanted` may need its result.
     """
     tried = None
-    if world.device_probe is not None:
-        if wanted in ("auto", "mpi"):
-            tried = world.device_probe.result()
-        else:
-            world.device_probe.discard()
+    if world.device_probe is not None and wanted in ("auto", "mpi"):
+        tried = world.device_probe.result()
     found = world.all_gather((tried, _nccl_obstacle()))
     return Facts(
         "fused", world.size, len(world.hosts), world.library, library_make(world.library),

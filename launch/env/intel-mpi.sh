@@ -20,4 +20,5 @@ export I_MPI_FABRICS=${I_MPI_FABRICS:-shm}                    # one host; for se
 # The library of a virtual environment is not on the loader's path.
 if [ -n "${VIRTUAL_ENV:-}" ] && [ -e "$VIRTUAL_ENV/lib/libmpi.so.12" ]; then
   export MPI4PY_MPIABI=mpich MPI4PY_LIBMPI=$VIRTUAL_ENV/lib/libmpi.so.12
+  export I_MPI_ROOT=${I_MPI_ROOT:-$VIRTUAL_ENV}   # where it finds the GPU's reductions, opt/mpi/etc/coll.fatbin
 fi

@@ -108,7 +108,7 @@ def test_sum_is_that_of_all_ranks(count, which, monkeypatch):
 
 
 class Broken:
-    """An all-reduce that goes wrong on rank 1: `error` is added there."""
+    """An all-reduce that goes wrong on rank 1: a share `error` is added there; without one it is refused."""
 
     name, seconds = "broken", 0.0
 
@@ -116,6 +116,8 @@ class Broken:
         self.inner, self.device, self.error = inner, device, error
 
     def run(self, address: int, count: int) -> None:
+        if not self.error:
+            raise RuntimeError("Other MPI error,\nerror stack: no kernel")
         self.inner.run(address, count)
         if world().rank == 1:
             self.device.synchronize()
@@ -124,7 +126,10 @@ class Broken:
 
 
 @pytest.mark.mpi(minsize=2)
-@pytest.mark.parametrize(("error", "fault"), [(0.5, "wrong sums on rank 1"), (1.2e-7, "same bits"), (np.nan, "wrong")])
+@pytest.mark.parametrize(("error", "fault"), [
+    (0.5, "wrong sums on rank 1"), (1.2e-7, "same bits"), (np.nan, "wrong sums"),
+    (0.0, "fails: Other MPI error, error stack: no kernel"),
+])  # fmt: skip
 def test_trial_refuses_what_is_wrong(error, fault):
     count = 300_000
     device = HostDevice()

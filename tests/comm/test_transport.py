@@ -118,9 +118,11 @@ def test_judgement_of_the_trial(output, code, works, reason):
     ],
 )
 def test_child_that_crashes_or_hangs_takes_nobody_with_it(script, seconds, works, reason):
-    probe = DeviceProbe([sys.executable, "-c", script]).result(seconds)
+    child = DeviceProbe([sys.executable, "-c", script])
+    probe = child.result(seconds)
     assert probe.works == works
     assert reason in probe.reason
+    assert child.result() is probe  # a second run of the same process asks again
 
 
 def test_child_does_not_inherit_the_launchers_wiring(monkeypatch):

@@ -30,9 +30,7 @@ WAYS = [
     *(pytest.param((name, ""), id=name, marks=TWO_GPUS) for name in ("staged", "nccl", "mpi")),
 ]
 # `launching` takes a launcher's settings out of the environment; these are the machine's
-SETTINGS = {
-    key: value for key, value in os.environ.items() if key.startswith(("I_MPI_OFFLOAD", "I_MPI_FABRICS", "I_MPI_PIN"))
-}
+SETTINGS = {key: value for key, value in os.environ.items() if key.startswith("I_MPI_")}
 
 pytestmark = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun on PATH")
 
