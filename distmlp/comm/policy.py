@@ -99,6 +99,7 @@ def leave(code: int) -> NoReturn:
         if _threads_linger():  # Python's end would wait for them, perhaps for ever
             _flush()
             os._exit(code)
+        _flush()
         sys.exit(code)
     from distmlp.comm import world as worlds
 
@@ -205,22 +206,34 @@ def _system_exit_code(stop: SystemExit) -> int:
 
 
 def hold_output() -> None:
-    """Under a launcher only rank 0 prints: without this every rank would show `--help` or the same usage error.
+    """Under a launcher only rank 0 prints: without this every rank would show `--help` or the same warning.
 
-    Standard output of the other ranks is dropped for good, standard error kept until `release_output`.
+    Standard output of the other ranks is dropped for good, standard error of all kept until `release_output`.
     """
-    if rank_hint() > 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
+    if _several():
+        if rank_hint() > 0:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
         sys.stderr = io.StringIO()
 
 
-def release_output() -> None:
-    """Let standard error through again, once ranks can tell each other apart; what was held is shown now."""
-    held = sys.stderr
-    if isinstance(held, io.StringIO) and sys.__stderr__ is not None:
+def release_output(world: World) -> None:
+    """Let standard error through again, once ranks can tell each other apart. Collective.
+
+    What was held is shown by rank 0: the same text once, with the ranks that wrote it where not all did.
+    """
+    from distmlp.comm.faults import name_ranks
+
+    texts = world.all_gather(_held())
+    if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
         sys.stderr = sys.__stderr__
-        if text := held.getvalue():
-            tell(text.rstrip())
+    if world.rank == 0:
+        for text in dict.fromkeys(filter(None, texts)):
+            ranks = [rank for rank, other in enumerate(texts) if other == text]
+            tell(text if len(ranks) == world.size else f"{text} [{name_ranks(ranks, world.rank_hosts)}]")
+
+
+def _held() -> str:
+    return sys.stderr.getvalue().rstrip() if isinstance(sys.stderr, io.StringIO) else ""
 
 
 def _threads_linger(seconds: float = 2.0) -> bool:
@@ -246,6 +259,9 @@ def _exit_from_c(code: int) -> NoReturn:
 
 
 def _flush() -> None:
+    if rank_hint() == 0 and (text := _held()):
+        sys.stderr = sys.__stderr__
+        tell(text)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

@@ -187,12 +187,12 @@ def _open_mpi(launch: hints.Launch | None) -> World:
     mpi, library = start_mpi(launch)
     if mpi.COMM_WORLD.size == 1:
         return World(None, library)
-    policy.release_output()
     policy.guard_script()
     if started_here():
         atexit.register(close)
     # Our own communicator: a user's script may have messages of its own under way.
     world = World(mpi.COMM_WORLD.Dup(), library)
+    policy.release_output(world)
     limit_blas_threads(world)
     return world
 

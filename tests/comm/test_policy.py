@@ -154,3 +154,14 @@ def test_fault_of_a_rank_whose_others_are_done_is_told(who):
     done = run_python(2, script, "done", who, timeout=20)
     assert done.returncode == 3
     assert done.stderr.count("distmlp: error: no space") == 1
+
+
+@pytest.mark.parametrize(("who", "tag"), [(ALL, "early\n"), ("1,2", "early [ranks 1, 2 on ")])
+def test_what_ranks_write_before_mpi_is_up_is_merged(who, tag):
+    script = PROGRAM.replace(
+        "def main():", "def main():\n    if rank_hint() in who: print('early', file=sys.stderr)", 1
+    )
+    done = run_python(3, script, "none", who)
+    assert (done.returncode, done.stdout) == (0, "all well\n")
+    assert done.stderr.count("early") == 1
+    assert done.stderr.startswith(tag)
