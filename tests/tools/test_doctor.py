@@ -235,3 +235,15 @@ def test_devices_are_read_through_the_driver_library(tmp_path):
         {"ordinal": 1, "name": "B", "uuid": "GPU-b", "capability": 81, "memory_bytes": 41 << 30},
     ]
     assert facts["peers"] == [[True, False], [False, True]]
+
+
+@pytest.mark.parametrize(("machine", "aware", "transport"), [("intel-mpi", True, "mpi"), ("open-mpi", False, "nccl")])
+def test_two_h200s(machine, aware, transport):
+    """`doctor --json` of one machine with two H200s, under Intel MPI from PyPI and under Ubuntu's Open MPI."""
+    recorded = json.loads((Path(__file__).parent / "data" / f"doctor-{machine}.json").read_text())
+    assert recorded["facts"]["mpi"]["device"]["works"] == aware
+    report = diagnose(recorded["facts"])
+    assert report["works"]
+    assert (report["auto"]["engine"], report["auto"]["transport"]) == ("fused", transport)
+    advice = " ".join(item["advice"] for item in report["findings"] if item["state"] == "warning")
+    assert ("UCX_TLS" in advice) == (not aware)
