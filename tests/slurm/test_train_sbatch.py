@@ -157,7 +157,8 @@ def test_open_mpi_trains_as_one_job(site: Site, launcher: str) -> None:
 def test_time_limit_saves_requeues_and_ends_as_if_never_stopped(limited: tuple[Site, str]) -> None:
     site, job = limited
     ended = site.cluster.wait(job, 120)
-    assert (ended.state, ended.restarts) == ("COMPLETED", 1), site.log()
+    assert ended.state == "COMPLETED", site.log()
+    assert ended.restarts >= 1  # on a slow machine the continued run may reach its limit too
     assert "resumed from" in site.log()
 
     straight = site.train(*LONG, "--output", "straight")
