@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from distmlp.engine import compile as compiler
 from distmlp.engine import layout
+from distmlp.engine.affine import Affine
 from distmlp.engine.device_memory import Arena, Ledger, pinned
 from distmlp.engine.module import Module
 from distmlp.engine.plan import Buffer
@@ -47,13 +48,15 @@ class OwnRows:
 
 
 class HostParts:
-    """Raw rows as the kernels take them: inputs as they are, targets float32 or labels int32, weights float32."""
+    """Rows as the kernels take them: inputs raw, targets standardized float32 or labels int32, weights float32."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, targets: Affine) -> None:
         inputs = np.ascontiguousarray(rows.inputs)
         self.inputs = inputs if inputs.dtype.kind in "buif" and inputs.dtype.itemsize <= 8 else inputs.astype("f4")
         self.labels = np.ascontiguousarray(rows.targets, np.int32) if rows.targets.ndim == 1 else None
-        self.targets = np.ascontiguousarray(rows.targets, np.float32) if self.labels is None else None
+        self.targets = None
+        if self.labels is None:
+            self.targets = targets.apply(rows.targets, np.empty(rows.targets.shape, np.float32))
         self.weights = None if rows.weights is None else np.ascontiguousarray(rows.weights, np.float32).reshape(-1)
 
     def items(self) -> list[tuple[str, NDArray]]:
@@ -63,7 +66,7 @@ class HostParts:
 
 def raw_type(sample: Rows) -> str:
     """Kind and bytes of the inputs as they go to the device, such as "f4"."""
-    return layout.RAW_TYPES[layout.raw_type(HostParts(sample).inputs.dtype)]
+    return layout.RAW_TYPES[layout.raw_type(HostParts(sample, Affine(None, np.float32)).inputs.dtype)]
 
 
 class RawPlace:
@@ -81,9 +84,9 @@ class ResidentRows:
 
     steps_per_launch = 1 << 30
 
-    def __init__(self, rows: Rows, own: OwnRows, ledger: Ledger, capability: int) -> None:
+    def __init__(self, rows: Rows, targets: Affine, own: OwnRows, ledger: Ledger, capability: int) -> None:
         self._own, self._epoch = own, -1
-        parts = HostParts(rows)
+        parts = HostParts(rows, targets)
         buffers = [Buffer(name, part.nbytes) for name, part in parts.items()]
         self.place = RawPlace(Arena([*buffers, Buffer("index", 4 * own.count)], ledger.stream))
         for name, part in parts.items():
@@ -92,8 +95,9 @@ class ResidentRows:
         self._fill_index = module.kernel("fill_index", max(1, min(1024, -(-own.count // 256))), 256)
 
     @staticmethod
-    def bytes_needed(feed: Feed, own: OwnRows) -> int:
-        return feed.resident_bytes() + 8 * own.count + (1 << 20)
+    def bytes_needed(feed: Feed, own: OwnRows, outputs: int) -> int:
+        """Bytes of all own rows on the device; rather too many."""
+        return feed.resident_bytes() + 4 * (2 + outputs) * own.count + (1 << 20)
 
     def prepare(self, epoch: int, numbers: range) -> tuple[RawPlace, list[int]]:
         """Where the rows of batches `numbers` are; `first` of each in the index table."""
@@ -117,9 +121,9 @@ class StreamedRows:
     A pinned buffer is written again only after its copy has ended, a place only after the launch that reads it.
     """
 
-    def __init__(self, feed: Feed, sample: Rows, own: OwnRows, ledger: Ledger) -> None:
-        self._feed, self._own, self._ledger = feed, own, ledger
-        parts = HostParts(sample)
+    def __init__(self, feed: Feed, sample: Rows, targets: Affine, own: OwnRows, ledger: Ledger) -> None:
+        self._feed, self._targets, self._own, self._ledger = feed, targets, own, ledger
+        parts = HostParts(sample, targets)
         self._formats = {name: (part.shape[1:], part.dtype) for name, part in parts.items()}
         row_bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in self._formats.values())
         batch = max(1, own.largest_batch)
@@ -137,7 +141,7 @@ class StreamedRows:
         slot.copied.synchronize()
         firsts, filled = [], 0
         for number in numbers:
-            parts = HostParts(self._feed.batch(epoch, number))
+            parts = HostParts(self._feed.batch(epoch, number), self._targets)
             firsts.append(filled)
             count = len(parts.inputs)
             for name, part in parts.items():

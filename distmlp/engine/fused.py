@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from distmlp.config import RunConfig
 from distmlp.engine import Evaluation, Standardization, State, StepReport, layout, tally
+from distmlp.engine.affine import Affine
 from distmlp.engine.backprop import Layers
 from distmlp.engine.device_memory import Ledger, pinned
 from distmlp.engine.device_rows import INDEX_ROWS, OwnRows, ResidentRows, StreamedRows, fits_device, raw_type
@@ -71,16 +72,20 @@ class FusedEngine:
         self.precision: str = config.run.precision if device.has_tensor_cores else "fp32"
         self._state = DeviceState(config, self.plan, standardization, self._ledger, poison)
         self._own = own
-        self._rows = None if feed is None or own is None or sample is None else self._place_rows(feed, own, sample)
+        self._rows = (
+            None
+            if feed is None or own is None or sample is None
+            else self._place_rows(feed, own, sample, Affine(standardization.targets, np.float32))
+        )
         self._reduction: Reduction | None = None
         self._before = pinned(layout.STEP_RESULT.itemsize).view(layout.STEP_RESULT)  # what came of the step before
         self._passes = _DevicePasses(self._state, config, network, standardization)
         self._launch_steps = 16
         self.reason = f"GPU {device.name}, {self.plan.regime} kernel, {self.precision} products"
 
-    def _place_rows(self, feed: Feed, own: OwnRows, sample: Rows) -> ResidentRows | StreamedRows:
+    def _place_rows(self, feed: Feed, own: OwnRows, sample: Rows, targets: Affine) -> ResidentRows | StreamedRows:
         wanted = self._config.data.residence
-        needed = ResidentRows.bytes_needed(feed, own)
+        needed = ResidentRows.bytes_needed(feed, own, self._network.outputs)
         fits = own.count < INDEX_ROWS and fits_device(needed)
         if wanted == "device" and not fits:
             raise SystemUnfitError(
@@ -88,8 +93,8 @@ class FusedEngine:
                 f'{cupy.cuda.runtime.memGetInfo()[0]:,} free; use "auto", "host" or "stream"'
             )
         if wanted in ("auto", "device") and fits:
-            return ResidentRows(feed.resident(), own, self._ledger, self._device.capability)
-        return StreamedRows(feed, sample, own, self._ledger)
+            return ResidentRows(feed.resident(), targets, own, self._ledger, self._device.capability)
+        return StreamedRows(feed, sample, targets, own, self._ledger)
 
     def connect(self, transport: str) -> str:
         """Join the ranks' gradients by `transport` (not "none"); a few words on how. Collective, before `train`.

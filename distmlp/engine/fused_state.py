@@ -76,10 +76,8 @@ class DeviceState:
         ):  # fmt: skip
             structure[name] = address(name)
         structure["size"] = self.network.size
-        columns = address("columns")
-        for side, moments in (("input", standardization.inputs), ("target", standardization.targets)):
-            if moments is not None and not (side == "target" and plan.task.labels):
-                columns = self._put_columns(structure, side, *moments, columns)
+        if standardization.inputs is not None:
+            self._put_columns(structure, "input", *standardization.inputs, address("columns"))
         for parity in range(2):
             batch = structure["batches"][parity]
             batch["inputs"] = address(f"inputs{parity}")
@@ -88,7 +86,7 @@ class DeviceState:
         optimizer = config.optimizer
         structure["raw_type"] = layout.RAW_TYPES.index(plan.task.raw_type)
         structure["layers"] = len(plan.layers)
-        structure["gradient_tiles"], structure["whole_tiles"] = plan.gradient_tiles, plan.whole_tiles
+        structure["gradient_tasks"], structure["gradient_tiles"] = plan.gradient_tasks, plan.gradient_tiles
         structure["stop_on_nonfinite"] = config.run.on_nonfinite == "stop"
         structure["needs_norm"] = optimizer.clip_norm > 0
         structure["deferred"] = plan.task.ranks > 1
@@ -100,20 +98,19 @@ class DeviceState:
                 entry[name] = address(f"{name}{layer.index}")
             for name in ("weight_offset", "bias_offset", "fan_in", "fan_out"):
                 entry[name] = getattr(layer, name)
-            for name in ("ld_in", "ld_out", "tiles_n", "first_tile"):
+            for name in ("ld_in", "ld_out", "tiles_n", "splits", "first_task", "first_tile"):
                 entry[name] = getattr(sizes, name)
             entry["activation"] = layout.ACTIVATIONS.index(layer.activation)
         return structure
 
-    def _put_columns(self, structure: NDArray, side: str, mean: NDArray, deviation: NDArray, at: int) -> int:
-        """Mean in two floats and reciprocal deviation to the device; returns the address behind them."""
+    def _put_columns(self, structure: NDArray, side: str, mean: NDArray, deviation: NDArray, at: int) -> None:
+        """Mean in two floats and reciprocal deviation to the device, from `at` on."""
         high = mean.astype(np.float32)
         low = (mean - high.astype(np.float64)).astype(np.float32)
         for name, values in (("mean_high", high), ("mean_low", low), ("factor", (1.0 / deviation).astype(np.float32))):
             structure[f"{side}_{name}"] = at
             self.ledger.upload(at, np.ascontiguousarray(values))
             at += values.nbytes
-        return at
 
     def load(self, state: State) -> None:
         """Take over parameters, slots, average and step counter."""

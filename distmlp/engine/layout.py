@@ -26,7 +26,7 @@ LAYER = _structure(
     ("weight_offset", "i8"), ("bias_offset", "i8"),
     ("weight", POINTER), ("output", POINTER), ("error", POINTER), ("column_sums", POINTER),
     ("fan_in", "i4"), ("fan_out", "i4"), ("ld_in", "i4"), ("ld_out", "i4"), ("activation", "i4"),
-    ("tiles_n", "i4"), ("first_tile", "i4"), ("padding", "i4"),
+    ("tiles_n", "i4"), ("splits", "i4"), ("first_task", "i4"), ("first_tile", "i4"), ("padding", "i4"),
 )  # fmt: skip
 BATCH = _structure(("inputs", POINTER), ("labels", POINTER), ("weights", POINTER))
 FLAGS = _structure(
@@ -49,7 +49,7 @@ ENGINE = _structure(
     ("batches", BATCH, 2),
     *((name, POINTER) for name in ("control", "steps", "results")),
     *((name, "i4") for name in (
-        "layers", "gradient_tiles", "whole_tiles", "raw_type", "stop_on_nonfinite", "needs_norm", "deferred",
+        "layers", "gradient_tasks", "gradient_tiles", "raw_type", "stop_on_nonfinite", "needs_norm", "deferred",
     )),
     *((name, "f4") for name in (
         "clip_norm", "huber_delta", "weight_decay", "momentum", "epsilon", "ema_decay",

@@ -63,7 +63,9 @@ class LayerPlan:
     ld_out: int
     tiles: int  # of the weight gradient
     tiles_n: int  # of them across
-    first_tile: int  # in the list of all layers' tiles
+    splits: int  # of the batch
+    first_task: int  # in the lists of all layers' tasks and tiles
+    first_tile: int
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,6 @@ class Plan:
     tile: TileShape  # hidden layers forward and backward
     output_tile: TileShape
     gradient_tile: TileShape
-    whole_tiles: bool  # no weight-gradient tile is shared by blocks
     shared_bytes: int
     blocks: int
     rows: int  # that the buffers hold
@@ -102,6 +103,11 @@ class Plan:
         return 2 if self.product == "BF16" else 4
 
     @property
+    def gradient_tasks(self) -> int:
+        last = self.layers[-1]
+        return last.first_task + last.tiles * last.splits
+
+    @property
     def gradient_tiles(self) -> int:
         return self.layers[-1].first_tile + self.layers[-1].tiles
 
@@ -116,8 +122,7 @@ class Plan:
             f"  {self.product} tiles {self.tile}, output {self.output_tile}, gradients {self.gradient_tile}",
             f"  {self.blocks} blocks of {THREADS} threads, "
             f"{self.shared_bytes:,} of {self.device.shared_bytes:,} shared bytes",
-            f"  {self.gradient_tiles} weight-gradient tiles, "
-            f"{'a block each' if self.whole_tiles else 'shared by blocks'}",
+            f"  {self.gradient_tiles} weight-gradient tiles, the batch in {self.layers[0].splits} splits",
             f"  device memory {self.memory_bytes:,} bytes of {self.device.memory_bytes:,}",
         ]
         if self.narrow:
@@ -139,13 +144,13 @@ def make_plan(task: Task, device: Device, narrow: bool = True) -> Plan:
     products = [(rows, n, k) for k, n in pairs[:-1]] + [(rows, k, n) for k, n in pairs[1:]]
     tile = choose_tile(shapes, product, products or [(rows, *pairs[0])], multiprocessors)
     output_tile = choose_tile(shapes, product, [(rows, pairs[-1][1], pairs[-1][0])], multiprocessors)
-    gradient_tile, whole = choose_gradient_tile(shapes, product, pairs, rows, multiprocessors)
+    gradient_tile, splits = choose_gradient_tile(shapes, product, pairs, rows, multiprocessors)
     tiles = (tile, output_tile, gradient_tile)
     shared = max(shape.shared_bytes(product) for shape in tiles)
     each = blocks_each(tiles, shared, device)
     plan = Plan(
-        task, device, product, *tiles, whole, shared, each * multiprocessors,
-        max(rows, EVALUATION_ROWS), tuple(_layers(pairs, gradient_tile)),
+        task, device, product, *tiles, shared, each * multiprocessors,
+        max(rows, EVALUATION_ROWS), tuple(_layers(pairs, gradient_tile, splits)),
         _narrow(task, device) if narrow else None,
     )  # fmt: skip
     plan = replace(plan, buffers=tuple(_buffers(plan)))
@@ -176,13 +181,14 @@ def aligned(size: int, to: int) -> int:
     return -(-size // to) * to
 
 
-def _layers(pairs: list[tuple[int, int]], tile: TileShape) -> list[LayerPlan]:
+def _layers(pairs: list[tuple[int, int]], tile: TileShape, splits: int) -> list[LayerPlan]:
     plans: list[LayerPlan] = []
     first = 0
     for fan_in, fan_out in pairs:
         across = -(-fan_out // tile.n)
-        plans.append(LayerPlan(aligned(fan_in, 8), aligned(fan_out, 8), -(-fan_in // tile.m) * across, across, first))
-        first += plans[-1].tiles
+        tiles = -(-fan_in // tile.m) * across
+        plans.append(LayerPlan(aligned(fan_in, 8), aligned(fan_out, 8), tiles, across, splits, first * splits, first))
+        first += tiles
     return plans
 
 
@@ -206,12 +212,12 @@ def _buffers(plan: Plan) -> list[Buffer]:
         Buffer("tile_arrivals", plan.gradient_tiles * 4, zeroed=True),
         Buffer("loss_partials", 8 * max(output_tiles * -(-outputs // plan.output_tile.n), -(-plan.rows // LOSS_ROWS))),
         Buffer("norm_partials", 8 * plan.blocks * (1 + 2 * tensors)),
-        Buffer("columns", 4 * 3 * (task.network.inputs + outputs)),
+        Buffer("columns", 4 * 3 * task.network.inputs),
         Buffer("predictions", plan.rows * outputs * 4),
         Buffer("raw_rows", EVALUATION_ROWS * task.network.inputs * 4),
     ]
-    if not plan.whole_tiles:
-        buffers.append(Buffer("partial_tiles", 2 * plan.blocks * plan.gradient_tile.m * plan.gradient_tile.n * 4))
+    if plan.layers[0].splits > 1:
+        buffers.append(Buffer("partial_tiles", plan.gradient_tasks * plan.gradient_tile.m * plan.gradient_tile.n * 4))
     if softmax:
         buffers.append(Buffer("logits", plan.rows * outputs * 4))
     if plan.narrow:

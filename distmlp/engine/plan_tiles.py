@@ -56,7 +56,7 @@ class TileShape:
         }  # fmt: skip
 
 
-STATIC_BYTES = 6144  # shared memory that kernels declare themselves, rounded up
+STATIC_BYTES = 8192  # shared memory that kernels declare themselves, rounded up
 
 SHAPES = {
     "FMA": (
@@ -97,11 +97,12 @@ def shapes_for(product: str, capability: int, shared_bytes: int) -> list[TileSha
 
 
 # Clocks of a multiprocessor, fitted to an H200: multiply-adds a clock of the main loops, what a stage costs besides,
-# bytes a clock that come in from L2 with all multiprocessors reading, beginning a phase, a tile, finishing a result,
-# updating a parameter, handing a result over to another block.
+# bytes a clock that come in from L2, beginning a phase, a tile, finishing a result; for a tile of weight gradients
+# beginning and updating, and handing a result over to another block.
 _MULTIPLIES = {"FMA": 95.0, "TF32": 300.0, "BF16": 450.0}
 _WARPGROUP_MULTIPLIES = 2000.0
-_STAGE, _BYTES, _PHASE, _TILE, _FINISH, _UPDATE, _HAND_OVER = 350.0, 32.0, 1500.0, 500.0, 0.25, 1.0, 0.5
+_STAGE, _BYTES, _PHASE, _TILE, _FINISH = 400.0, 60.0, 1500.0, 500.0, 0.25
+_GRADIENT_TILE, _UPDATE, _HAND_OVER = 6000.0, 0.82, 3.0
 
 
 def stage_clocks(shape: TileShape, product: str) -> float:
@@ -127,25 +128,21 @@ def choose_tile(
 
 def choose_gradient_tile(
     shapes: Sequence[TileShape], product: str, layers: Sequence[tuple[int, int]], rows: int, blocks: int
-) -> tuple[TileShape, bool]:
-    """Shape for the weight gradients of all `layers` (fan_in, fan_out), and whether every tile is one block's work.
+) -> tuple[TileShape, int]:
+    """Shape and splits of the batch for the weight gradients of all `layers` (fan_in, fan_out) in one phase."""
 
-    If not, the stages of all tiles are shared out evenly, and blocks hand over the parts of tiles.
-    """
-
-    def clocks(shape: TileShape, whole: bool) -> float:
+    def clocks(shape: TileShape, splits: int) -> float:
         tiles = sum(-(-fan_in // shape.m) * -(-fan_out // shape.n) for fan_in, fan_out in layers)
         stages = -(-rows // shape.k)
-        a_stage, results = stage_clocks(shape, product), shape.m * shape.n
-        finish = _TILE + (_FINISH + _UPDATE) * results
-        if whole:
-            return -(-tiles // blocks) * (stages * a_stage + finish)
-        sharers = max(1.0, blocks / tiles)
-        return (
-            -(-tiles * stages // blocks) * a_stage
-            + -(-tiles // blocks) * finish
-            + (2 * _TILE + _HAND_OVER * results * (2 + sharers))
-        )
+        results = shape.m * shape.n
+        task = _GRADIENT_TILE + -(-stages // splits) * stage_clocks(shape, product) + _UPDATE * results
+        return -(-tiles * splits // blocks) * (task + (_HAND_OVER * results if splits > 1 else 0.0))
 
-    candidates = [(shape, whole) for shape in shapes for whole in (True, False)]
+    # Results of more than 128 columns would not stay in registers while splits are added up, and spill when updated.
+    candidates = [
+        (shape, splits)
+        for shape in shapes
+        for splits in range(1, 33)
+        if (splits == 1 or rows >= splits * 2 * shape.k) and (shape.n <= 128 or (splits == 1 and rows >= 4096))
+    ]
     return min(candidates, key=lambda candidate: clocks(*candidate))

@@ -122,11 +122,11 @@ def test_too_large_names_needed_and_free_bytes() -> None:
         make_plan(task((60_000, 60_000, 60_000), 64), DEVICES["T4"])
 
 
-def test_a_shared_tile_has_a_place_for_every_share() -> None:
-    plan = make_plan(task(*PRESETS["mid512-16k"]), DEVICES["H200"])
-    assert not plan.whole_tiles
+def test_splits_have_a_place_each() -> None:
+    plan = make_plan(task(*PRESETS["mid256-4k"]), DEVICES["H200"])
+    assert plan.layers[0].splits > 1
     partial = next(buffer for buffer in plan.buffers if buffer.name == "partial_tiles")
-    assert partial.size_bytes == 2 * plan.blocks * plan.gradient_tile.m * plan.gradient_tile.n * 4
+    assert partial.size_bytes == plan.gradient_tasks * plan.gradient_tile.m * plan.gradient_tile.n * 4
 
 
 def test_structures_have_the_alignment_of_c() -> None:

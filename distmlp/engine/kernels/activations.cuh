@@ -4,7 +4,7 @@
 
 #define LEAKY_SLOPE 0.01f
 
-__device__ __forceinline__ float logistic(float z) { return 1.f / (1.f + expf(-z)); }
+__device__ __forceinline__ float logistic(float z) { return __fdividef(1.f, 1.f + expf(-z)); }
 
 // f(z); writes f'(z) to `slope`. `kind` is a constant where the kernel is specialised. NaN goes through.
 __device__ __forceinline__ float activate(int kind, float z, float& slope) {

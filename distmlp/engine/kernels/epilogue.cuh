@@ -19,9 +19,11 @@ struct Columns {
     int count;     // that the layer has of them, may be zero or negative
     bool stored;   // the padded matrices have them
     float4 bias;
+    float share;   // of one output in the loss of a row
 
     __device__ __forceinline__ Columns(const Layer& layer, int column, const float* flat)
-        : first(column), count(layer.fan_out - column), stored(column < layer.ld_out), bias(zeros()) {
+        : first(column), count(layer.fan_out - column), stored(column < layer.ld_out), bias(zeros()),
+          share(1.f / (float)layer.fan_out) {
         if (flat && stored) bias = float4_at(flat, layer.bias_offset + column);  // a tensor's end is padded
     }
 };
@@ -76,14 +78,6 @@ __device__ __forceinline__ Wanted load_wanted(
         const auto load = [&](float& x, int k) { x = k < columns.count ? target[k] : 0.f; };
         EACH_OF_FOUR(load);
     }
-    if (ENGINE.target_mean_high) {
-        const auto scale = [&](float& x, int k) {
-            if (k < columns.count)
-                x = standardize(
-                    x, ENGINE.target_mean_high, ENGINE.target_mean_low, ENGINE.target_factor, columns.first + k);
-        };
-        EACH_OF_FOUR(scale);
-    }
     return wanted;
 }
 
@@ -93,7 +87,7 @@ __device__ __forceinline__ float4 output_error(
     const Layer& layer, const Columns& columns, const Wanted& wanted, int rows, int r, float4 v, float& loss,
     u32& largest) {
     if (r >= rows || !columns.stored) return zeros();
-    const float weight = wanted.weight / (float)layer.fan_out;
+    const float weight = wanted.weight * columns.share;
     const auto error = [&](float& x, int k) {
         float of_activation = 0.f, of_loss = 0.f;
         if (k < columns.count) {
@@ -181,25 +175,28 @@ __device__ __forceinline__ bool has_weights(const Layer& layer, int r, int c) {
 
 __device__ __forceinline__ Parameters load_weights(const Layer& layer, int r, int c) {
     Parameters parameters = {};
-    if (has_weights(layer, r, c) && layer.fan_out % 4 == 0) parameters.load(weight_place(layer, r, c));
+    if (has_weights(layer, r, c)) parameters.load(weight_place(layer, r, c));
     return parameters;
 }
 
-// Four weights from their gradient sums: masters, slots, average and copy at once.
-__device__ __forceinline__ void weight_update(
+// Four weights from their gradient sums: masters, slots, average and copy at once. For layers whose outputs come in
+// whole fours.
+__device__ __forceinline__ void update_weights(
     const Layer& layer, const Hyper& h, int r, int c, const float4& v, Parameters& parameters) {
     if (!has_weights(layer, r, c)) return;
-    const i64 at = weight_place(layer, r, c);
-    Element* copy = layer.weight + (i64)r * layer.ld_out + c;
-    if (layer.fan_out % 4 == 0) {
-        parameters.update(h, v);
-        parameters.store(h, at);
-        store_quad(copy, parameters.value);
-        return;
-    }
+    parameters.update(h, v);
+    parameters.store(h, weight_place(layer, r, c));
+    store_quad(layer.weight + (i64)r * layer.ld_out + c, parameters.value);
+}
+
+// The same one by one, for any layer.
+__device__ __forceinline__ void update_each_weight(
+    const Layer& layer, const Hyper& h, int r, int c, const float4& v) {
+    if (r >= layer.fan_in) return;
+    Element* copy = layer.weight + (i64)r * layer.ld_out;
 #pragma unroll 1
-    for (int k = 0; k < 4; ++k)
-        if (c + k < layer.fan_out) copy[k] = to_element(update_parameter(h, at + k, part(v, k)));
+    for (int k = 0; k < 4 && c + k < layer.fan_out; ++k)
+        copy[c + k] = to_element(update_parameter(h, weight_place(layer, r, c + k), part(v, k)));
 }
 
 __device__ __forceinline__ void weight_gradient(const Layer& layer, int r, int c, const float4& v) {

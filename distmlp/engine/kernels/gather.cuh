@@ -22,28 +22,41 @@ __device__ __forceinline__ float standardize(double x, const float* high, const 
     return high ? (float)((x - (double)high[c]) - (double)low[c]) * factor[c] : (float)x;
 }
 
-#define GATHER_COLUMNS 128  // of a row that a warp takes at a time
+#define GATHER_COLUMNS 512  // of a row that a warp takes at a time
 
 // Columns [from, to) of one row by one warp; returns the largest magnitude this lane wrote, as bits. `Wide` is what
 // the mean is taken from: float64 for types that float32 does not hold.
 template <class T, class Wide>
 __device__ __forceinline__ u32 gather_inputs(const T* raw, Element* out, int from, int to, int features) {
     const float *high = ENGINE.input_mean_high, *low = ENGINE.input_mean_low, *factor = ENGINE.input_factor;
+    const int lane = threadIdx.x & 31;
+    u32 largest = 0;
     if constexpr (sizeof(T) == 4 && sizeof(Wide) == 4) {
-        const int c = from + (threadIdx.x & 31) * 4;
         if (features % 8 == 0) {  // a lane's four columns exist or not as one
-            if (c >= to) return 0;
-            float4 v = *(const float4*)(raw + c);
-            const auto scale = [&](float& x, int k) { x = standardize(x, high, low, factor, c + k); };
-            scale(v.x, 0), scale(v.y, 1), scale(v.z, 2), scale(v.w, 3);
-            store_quad(out + c, v);
-            return magnitude_bits(v);
+            float4 v[GATHER_COLUMNS / 128];
+#pragma unroll
+            for (int i = 0; i < GATHER_COLUMNS / 128; ++i)
+                if (from + i * 128 + lane * 4 < to) v[i] = *(const float4*)(raw + from + i * 128 + lane * 4);
+#pragma unroll
+            for (int i = 0; i < GATHER_COLUMNS / 128; ++i) {
+                const int c = from + i * 128 + lane * 4;
+                if (c >= to) break;
+                if (high) {
+                    const float4 h = *(const float4*)(high + c), l = *(const float4*)(low + c);
+                    const float4 f = *(const float4*)(factor + c);
+                    v[i].x = ((v[i].x - h.x) - l.x) * f.x;
+                    v[i].y = ((v[i].y - h.y) - l.y) * f.y;
+                    v[i].z = ((v[i].z - h.z) - l.z) * f.z;
+                    v[i].w = ((v[i].w - h.w) - l.w) * f.w;
+                }
+                store_quad(out + c, v[i]);
+                largest = max(largest, magnitude_bits(v[i]));
+            }
+            return largest;
         }
     }
-    u32 largest = 0;
-#pragma unroll
-    for (int c = from + (threadIdx.x & 31); c < from + GATHER_COLUMNS; c += 32) {
-        if (c >= to) break;
+#pragma unroll 4
+    for (int c = from + lane; c < to; c += 32) {
         const float value = c < features ? standardize((Wide)raw_to_float(raw[c]), high, low, factor, c) : 0.f;
         largest = max(largest, magnitude_bits(value));
         out[c] = to_element(value);
@@ -84,12 +97,12 @@ __device__ __forceinline__ i64 raw_row(const Raw& raw, i64 position) {
 // padding included. `largest`, if not null, collects the inputs' magnitude.
 template <int TYPE>
 __device__ __noinline__ void gather_rows(const Raw& raw, i64 first, int rows, const Batch& batch, u32* largest) {
-    const Layer& bottom = ENGINE.layer[0];
-    const int pieces = (bottom.ld_in + GATHER_COLUMNS - 1) / GATHER_COLUMNS, warps = gridDim.x * (blockDim.x >> 5);
+    const Layer& bottom = LAYER(0);
+    const u32 pieces = (bottom.ld_in + GATHER_COLUMNS - 1) / GATHER_COLUMNS, warps = gridDim.x * (blockDim.x >> 5);
     u32 seen = 0;
-#pragma unroll 2
-    for (i64 unit = blockIdx.x + gridDim.x * (threadIdx.x >> 5); unit < (i64)rows * pieces; unit += warps) {
-        const int r = (int)(unit / pieces), from = (int)(unit % pieces) * GATHER_COLUMNS;
+    // 32 bits count the units of any batch that fits a device.
+    for (u32 unit = blockIdx.x + gridDim.x * (threadIdx.x >> 5); unit < rows * pieces; unit += warps) {
+        const int r = unit / pieces, from = unit % pieces * GATHER_COLUMNS;
         const i64 row = raw_row(raw, first + r);
         const u32 found = gather_any<TYPE>(
             raw.inputs, row, batch.inputs + (i64)r * bottom.ld_in, from, min(bottom.ld_in, from + GATHER_COLUMNS),

@@ -17,11 +17,18 @@ struct Hyper {
 __device__ __forceinline__ constexpr bool has_first_slot() { return OPTIMIZER != SGD && OPTIMIZER != RMSPROP; }
 __device__ __forceinline__ constexpr bool has_second_slot() { return OPTIMIZER == RMSPROP || OPTIMIZER >= ADAM; }
 
+// Within two units in the last place, at a fraction of the instructions of the exact ones.
+__device__ __forceinline__ float root(float x) {
+    float y;
+    asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // The Adam direction m^ / (sqrt(v^) + eps); updates both moments.
 __device__ __forceinline__ float adam_direction(const Hyper& h, float g, float& first, float& second) {
     first = h.beta1 * first + h.rest1 * g;
     second = h.beta2 * second + h.rest2 * g * g;
-    return h.correction1 * first / (sqrtf(second) * h.correction2 + h.epsilon);
+    return __fdividef(h.correction1 * first, root(second) * h.correction2 + h.epsilon);
 }
 
 // New value of parameter `p` for the sum of gradients `sum`; `first` and `second` are its optimizer slots.
@@ -46,7 +53,7 @@ __device__ __forceinline__ float update_rule(const Hyper& h, float p, float sum,
             return p - h.rate * (g + h.momentum * first);
         case RMSPROP:
             second = h.rho * second + h.rest_rho * g * g;
-            return p - h.rate * g / (sqrtf(second) + h.epsilon);
+            return p - h.rate * __fdividef(g, root(second) + h.epsilon);
     }
     return p - h.rate * adam_direction(h, g, first, second);
 }

@@ -16,7 +16,8 @@ struct Layer {
     int fan_in, fan_out, ld_in, ld_out;
     int activation;
     int tiles_n;                     // of the weight gradient, across
-    int first_tile;                  // of this layer in the list of all weight gradients
+    int splits;                      // of the batch in the weight gradient, added up in this order
+    int first_task, first_tile;      // of this layer in the list of all weight gradients
     int padding;
 };
 
@@ -71,8 +72,8 @@ struct Engine {
     float *parameters, *first_slot, *second_slot, *ema;  // flat, Network's layout; null where not kept
     float* gradient;                                     // flat, and the tally behind it
     i64 size;                                            // elements of a flat buffer
-    float* partial_tiles;                                // of weight gradients that blocks share (2 a block, tile)
-    u32* tile_arrivals;                                  // of the sharers of each tile, zero between uses
+    float* partial_tiles;                                // of split weight gradients (tasks, tile)
+    u32* tile_arrivals;                                  // of split weight gradients (tiles,), zero between uses
     float* logits;                                       // (rows, ld_out of the last layer), softmax only
     double* loss_partials;                               // (loss_parts,)
     double* norm_partials;                               // (2, tensors, blocks)
@@ -83,8 +84,7 @@ struct Engine {
     const StepInfo* steps;
     StepResult* results;
     int layers;
-    int gradient_tiles;
-    int whole_tiles;  // no weight-gradient tile is shared by blocks
+    int gradient_tasks, gradient_tiles;
     int raw_type;
     int stop_on_nonfinite;
     int needs_norm;   // clipping: the norm of the whole gradient comes before any update
@@ -102,3 +102,8 @@ __constant__ Engine ENGINE;
 __device__ __forceinline__ int hidden_activation(const Layer& layer) {
     return HIDDEN_ACTIVATION == MIXED ? layer.activation : HIDDEN_ACTIVATION;
 }
+
+// Where phases look a layer up. A kernel may keep the table nearer: see wide.cu.
+#ifndef LAYER
+#define LAYER(l) ENGINE.layer[l]
+#endif

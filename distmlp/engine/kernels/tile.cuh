@@ -61,8 +61,8 @@ struct OutputTile {
     static __device__ __forceinline__ int column() { return threadIdx.x % QUADS * 4; }
     static __device__ __forceinline__ bool has_rows() { return threadIdx.x < PASS * QUADS; }
 
-    // finish(row in tile, four results, prepare(row in tile)); `prepare` begins to load AHEAD rows while the AHEAD
-    // before them are finished.
+    // finish(row in tile, four results, prepare(row in tile)); the loads that `prepare` makes for AHEAD rows are
+    // under way before the first of them is finished.
     template <int AHEAD, class Prepare, class Finish>
     static __device__ __forceinline__ void for_each_row(const float* tile, const Prepare& prepare, const Finish& finish) {
         constexpr int ROWS = M / PASS, STEP = ROWS < AHEAD ? ROWS : AHEAD;
@@ -70,25 +70,20 @@ struct OutputTile {
         if (!has_rows()) return;
         const float* own = tile + threadIdx.x / QUADS * STRIDE + column();
         int r = threadIdx.x / QUADS;
-        decltype(prepare(0)) known[STEP], next[STEP];
-#pragma unroll
-        for (int i = 0; i < STEP; ++i) known[i] = prepare(r + i * PASS);
 #pragma unroll 1
         for (int step = 0; step < ROWS / STEP; ++step) {
-            if (step + 1 < ROWS / STEP)
+            decltype(prepare(0)) known[STEP];
 #pragma unroll
-                for (int i = 0; i < STEP; ++i) next[i] = prepare(r + (STEP + i) * PASS);
+            for (int i = 0; i < STEP; ++i) known[i] = prepare(r + i * PASS);
 #pragma unroll
             for (int i = 0; i < STEP; ++i) finish(r + i * PASS, *(const float4*)(own + i * PASS * STRIDE), known[i]);
-#pragma unroll
-            for (int i = 0; i < STEP; ++i) known[i] = next[i];
             r += STEP * PASS;
             own += STEP * PASS * STRIDE;
         }
     }
     template <class Finish>
     static __device__ __forceinline__ void for_each_row(const float* tile, const Finish& finish) {
-        for_each_row<2>(tile, [](int) { return 0; }, [&](int r, const float4& v, int) { finish(r, v); });
+        for_each_row<1>(tile, [](int) { return 0; }, [&](int r, const float4& v, int) { finish(r, v); });
     }
 
     // Adds up every thread's sums of its four columns in a fixed order and writes the first `cols` to `out`. The tile
@@ -360,54 +355,59 @@ struct Product {
 
 // Computes this block's tiles one after another: work(i, tile) describes the i-th, false behind the last;
 // finish(i, tile, product) takes its results. Where the output tile lies apart from the stages, those of later tiles
-// are fetched while a tile is finished.
+// are fetched while a tile is finished. One loop with everything in it once: code is fetched from memory, too.
 template <class P, class Work, class Finish>
 __device__ __forceinline__ void for_each_tile(void* shared, const Work& work, const Finish& finish) {
     Element* stages = P::stages(shared);
     TileWork ahead, tile;
-    int next = 0, next_step = 0, fill = 0, use = 0;
+    int i = 0, step = 0, next = 0, next_step = 0, fill = 0, use = 0, missing = P::AHEAD;
     bool more = work(0, ahead);
-    const auto fetch = [&] {
-        if (more && next_step < ahead.steps) P::fetch(ahead, ahead.k + next_step++ * P::DEPTH, stages + fill * P::STAGE);
-        copy_commit();
-        fill = fill + 1 == P::STAGES ? 0 : fill + 1;
-    };
-    const auto advance = [&](int i) {  // to the tile whose next stage is to be fetched
-        while (more && next_step == ahead.steps && (P::APART || next < i)) {
-            next_step = 0;
-            more = work(++next, ahead);
-        }
-    };
+    if (!more) return;
+    tile = ahead;
+    P product;
+    product.begin();
 #pragma unroll 1
-    for (int i = 0; work(i, tile); ++i) {
-        if (i == 0 || !P::APART) {
-            fill = use = 0;
-#pragma unroll 1
-            for (int s = 0; s < P::AHEAD; ++s) {
-                advance(i);
-                fetch();
-            }
-        }
-        P product;
-        product.begin();
-        advance(i);
-#pragma unroll 1
-        for (int step = 0; step < tile.steps; ++step) {
+    while (true) {
+        const Element* stage = stages + use * P::STAGE;
+        const bool ready = missing == 0;  // as many stages are on their way as there can be
+        if (ready && tile.steps) {
             copy_wait<P::AHEAD - 1>();
             P::arrived();
             __syncthreads();
-            const Element* stage = stages + use * P::STAGE;
             product.start(stage);
-            fetch();
-            product.settle(stage);
-            advance(i);
-            use = use + 1 == P::STAGES ? 0 : use + 1;
         }
-        product.end();
-        if (!P::APART) copy_wait<0>();
-        if (!P::APART || !tile.steps) __syncthreads();  // all are done with the stages, or with the last results
-        finish(i, tile, product);
-        if (!P::APART) __syncthreads();
+        if (!ready || tile.steps) {
+            if (more && next_step < ahead.steps)
+                P::fetch(ahead, ahead.k + next_step++ * P::DEPTH, stages + fill * P::STAGE);
+            copy_commit();
+            fill = fill + 1 == P::STAGES ? 0 : fill + 1;
+        }
+        if (ready) {
+            if (tile.steps) {
+                product.settle(stage);
+                use = use + 1 == P::STAGES ? 0 : use + 1;
+            }
+            if (++step >= tile.steps) {
+                product.end();
+                if (!P::APART) copy_wait<0>();
+                if (!P::APART || !tile.steps) __syncthreads();  // all are done with the stages, or the last results
+                finish(i, tile, product);
+                if (!P::APART) {
+                    __syncthreads();
+                    fill = use = 0;
+                    missing = P::AHEAD;
+                }
+                if (!work(++i, tile)) break;
+                step = 0;
+                product.begin();
+            }
+        } else {
+            --missing;
+        }
+        while (more && next_step >= ahead.steps && (P::APART || next < i)) {  // on to the next tile's stages
+            next_step = 0;
+            more = work(++next, ahead);
+        }
     }
     copy_wait<0>();
     __syncthreads();

@@ -29,10 +29,10 @@ __device__ __forceinline__ void set_hyper(Hyper& h, float rate, float scale, u64
 // f(row, column) for every weight of a layer, in turn over the warps of the grid.
 template <class F>
 __device__ __forceinline__ void for_each_weight(const Layer& layer, const F& f) {
-    const int segments = (layer.fan_out + 31) >> 5, warps = blockDim.x >> 5;
-    const i64 units = (i64)layer.fan_in * segments;
-    for (i64 u = blockIdx.x + (i64)gridDim.x * (threadIdx.x >> 5); u < units; u += (i64)gridDim.x * warps) {
-        const int row = (int)(u / segments), c = (int)(u % segments) * 32 + (threadIdx.x & 31);
+    const u32 segments = (layer.fan_out + 31) >> 5, warps = gridDim.x * (blockDim.x >> 5);
+    // 32 bits count the segments of any layer that fits a device.
+    for (u32 u = blockIdx.x + gridDim.x * (threadIdx.x >> 5); u < layer.fan_in * segments; u += warps) {
+        const int row = u / segments, c = u % segments * 32 + (threadIdx.x & 31);
         if (c < layer.fan_out) f(row, c);
     }
 }
@@ -78,7 +78,7 @@ __device__ __forceinline__ void update_lamb(const Hyper& h, GridBarrier& barrier
         length += (double)u * u;
     };
     for (int tensor = 0; tensor < 2 * ENGINE.layers; ++tensor) {
-        const Layer& layer = ENGINE.layer[tensor / 2];
+        const Layer& layer = LAYER(tensor / 2);
         double size = 0., length = 0.;
         if (tensor % 2 == 0)
             for_each_weight(layer, [&](int r, int c) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void update_lamb(const Hyper& h, GridBarrier& barrier
         return p;
     };
     for (int l = 0; l < ENGINE.layers; ++l) {
-        const Layer& layer = ENGINE.layer[l];
+        const Layer& layer = LAYER(l);
         for_each_weight(layer, [&](int r, int c) {
             const float p = move(layer.weight_offset + (i64)r * layer.fan_out + c, trust[2 * l]);
             layer.weight[(i64)r * layer.ld_out + c] = to_element(p);
@@ -118,7 +118,7 @@ __device__ __forceinline__ void update_lamb(const Hyper& h, GridBarrier& barrier
 
 __device__ __forceinline__ void update_plain(const Hyper& h) {
     for (int l = 0; l < ENGINE.layers; ++l) {
-        const Layer& layer = ENGINE.layer[l];
+        const Layer& layer = LAYER(l);
         for_each_weight(layer, [&](int r, int c) {
             const i64 at = layer.weight_offset + (i64)r * layer.fan_out + c;
             layer.weight[(i64)r * layer.ld_out + c] = to_element(update_parameter(h, at, ENGINE.gradient[at]));

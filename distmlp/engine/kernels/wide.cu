@@ -7,11 +7,20 @@
 //   (update)                       clipping, LAMB, several ranks, doubtful magnitudes: update.cuh
 //
 // The rows of the next step are gathered beside the gradients. No sum depends on the order in which blocks run.
+#define LAYER(l) near_layers[l]
+#include "params.cuh"
+__shared__ Layer near_layers[MAX_LAYERS];  // what every phase begins with: constants fall out of their cache between
 #include "wide_gradients.cuh"
 
 #ifndef MIN_BLOCKS  // per multiprocessor
 #define MIN_BLOCKS 1
 #endif
+
+__device__ __forceinline__ void load_layers() {
+    for (int i = threadIdx.x; i < ENGINE.layers * (int)(sizeof(Layer) / 8); i += THREADS)
+        ((u64*)near_layers)[i] = ((const u64*)ENGINE.layer)[i];
+    __syncthreads();
+}
 
 __device__ __forceinline__ void sum_weights(const Batch& batch, int rows, Flags& flags) {
     double sum = rows;
@@ -79,6 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) train_steps(
     const Raw raw = {inputs, targets, labels, weights, index};
     Control& control = *ENGINE.control;
     GridBarrier barrier(&control.barrier);
+    load_layers();
     Progress progress = {control.step, control.skipped, control.frozen != 0};
 
     if (apply_first && !progress.frozen) apply_gradient(begin - 1, barrier, progress);
@@ -107,6 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) forward_rows(
     const Raw raw = {inputs, nullptr, nullptr, nullptr, nullptr};
     const Batch& batch = ENGINE.batches[0];
     GridBarrier barrier(&ENGINE.control->forward_barrier);
+    load_layers();
     gather_rows<RAW_F32>(raw, 0, rows, batch, nullptr);
     barrier.wait();
     const int last = ENGINE.layers - 1;
@@ -114,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) forward_rows(
         forward_hidden(l, batch, flat, rows, nullptr);
         barrier.wait();
     }
-    const Layer& layer = ENGINE.layer[last];
+    const Layer& layer = LAYER(last);
     typedef ForwardOutput::Output Output;
     forward_tiles<ForwardOutput>(last, batch, rows, [&](int, int m0, int n0) {
         const Columns columns(layer, n0 + Output::column(), flat);

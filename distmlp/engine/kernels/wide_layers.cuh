@@ -56,20 +56,20 @@ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; 
 // Softmax needs whole rows: they lie in one tile where the classes are few, else a phase of its own reads the logits.
 __device__ __forceinline__ bool softmax_apart() {
     return LOSS == SOFTMAX_CROSS_ENTROPY &&
-           (ForwardOutput::PARTS > 1 || ENGINE.layer[ENGINE.layers - 1].fan_out > OUTPUT_N);
+           (ForwardOutput::PARTS > 1 || LAYER(ENGINE.layers - 1).fan_out > OUTPUT_N);
 }
 __device__ __forceinline__ int output_parts(int rows) {  // of the last layer's column sums
     return ceil_div(rows, softmax_apart() ? LOSS_ROWS : OUTPUT_M);
 }
 
 __device__ __forceinline__ const Element* layer_input(int l, const Batch& batch) {
-    return l ? ENGINE.layer[l - 1].output : batch.inputs;
+    return l ? LAYER(l - 1).output : batch.inputs;
 }
 
 // Tiles of A_(l-1) W_l; finish(tile number, first row, first column) finds the results in the output tile.
 template <class P, class Finish>
 __device__ __forceinline__ void forward_tiles(int l, const Batch& batch, int rows, const Finish& finish) {
-    const Layer& layer = ENGINE.layer[l];
+    const Layer& layer = LAYER(l);
     const int across = ceil_div(layer.fan_out, P::N), tiles = ceil_div(rows, P::M) * across;
     const auto work = [&](int i, TileWork& w) {
         const int t = blockIdx.x + i * gridDim.x;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void forward_tiles(int l, const Batch& batch, int row
 }
 
 __device__ PHASE void forward_hidden(int l, const Batch& batch, const float* flat, int rows, Flags* flags) {
-    const Layer& layer = ENGINE.layer[l];
+    const Layer& layer = LAYER(l);
     u32 largest = 0;
     forward_tiles<Forward>(l, batch, rows, [&](int, int m0, int n0) {
         const Columns columns(layer, n0 + Forward::Output::column(), flat);
@@ -103,7 +103,7 @@ __device__ PHASE void forward_hidden(int l, const Batch& batch, const float* fla
 
 __device__ PHASE void backward(int l, int rows, Flags& flags) {  // error of layer l - 1
     typedef Backward::Output Output;
-    const Layer &layer = ENGINE.layer[l], &below = ENGINE.layer[l - 1];
+    const Layer &layer = LAYER(l), &below = LAYER(l - 1);
     const int across = ceil_div(layer.fan_in, TILE_N), tiles = ceil_div(rows, TILE_M) * across;
     const auto work = [&](int i, TileWork& w) {
         const int t = blockIdx.x + i * gridDim.x;

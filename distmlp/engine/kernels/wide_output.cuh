@@ -49,7 +49,7 @@ __device__ __forceinline__ float softmax_tile(
 __device__ PHASE void forward_output(const Raw& raw, const StepInfo& info, const Batch& batch, Flags& flags) {
     typedef ForwardOutput::Output Output;
     const int l = ENGINE.layers - 1;
-    const Layer& layer = ENGINE.layer[l];
+    const Layer& layer = LAYER(l);
     float* tile = output_tile<ForwardOutput>();
     u32 largest = 0;
     forward_tiles<ForwardOutput>(l, batch, info.rows, [&](int t, int m0, int n0) {
@@ -83,7 +83,7 @@ __device__ PHASE void forward_output(const Raw& raw, const StepInfo& info, const
 // Softmax cross-entropy from the logits, a warp a row.
 __device__ PHASE void softmax_rows(const Raw& raw, const StepInfo& info, const Batch& batch, Flags& flags) {
     const int l = ENGINE.layers - 1;
-    const Layer& layer = ENGINE.layer[l];
+    const Layer& layer = LAYER(l);
     u32 largest = 0;
     for (int t = blockIdx.x; t * LOSS_ROWS < info.rows; t += gridDim.x) {
         const int end = min(info.rows, (t + 1) * LOSS_ROWS);
@@ -105,7 +105,7 @@ __device__ PHASE void softmax_rows(const Raw& raw, const StepInfo& info, const B
 
 // Block 0: the loss of the step, in the order of its parts, and the tally.
 __device__ __forceinline__ void finish_loss(int s, int rows, float weight) {
-    const int across = softmax_apart() ? 1 : ceil_div(ENGINE.layer[ENGINE.layers - 1].fan_out, OUTPUT_N) * ForwardOutput::PARTS;
+    const int across = softmax_apart() ? 1 : ceil_div(LAYER(ENGINE.layers - 1).fan_out, OUTPUT_N) * ForwardOutput::PARTS;
     const int parts = output_parts(rows) * across;
     double loss = 0.;
     for (int part = threadIdx.x; part < parts; part += THREADS) loss += ENGINE.loss_partials[part];
