@@ -15,13 +15,13 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from gpu.cases import Case
+from gpu.cases import LIMITS, Case
 from launching import mpirun_path, run_mpi
 
 from distmlp.comm.binding import list_gpus
 
 RANKED = Case(optimizer="adam", widths=(20, 60, 50, 4), batch=100, batches=10, extra=1, weights=True)
-CASES = [RANKED, RANKED.but(narrow=True)]
+CASES = [RANKED, RANKED.but(precision="bf16")]
 CASES_OF_RANKS = [(case, 2) for case in CASES]
 GPUS = len(list_gpus())
 TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
@@ -59,13 +59,13 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return found
 
 
-@pytest.mark.parametrize("regime", [0, 1], ids=["wide", "narrow"])
-def test_trains_like_one_rank_with_the_same_bits_on_both(report, regime):
-    found = report["training"][regime]
+@pytest.mark.parametrize("number", range(len(CASES)), ids=["fp32", "bf16"])
+def test_trains_like_one_rank_with_the_same_bits_on_both(report, number):
+    found, limit = report["training"][number], LIMITS[CASES[number].precision]
     assert found["steps_with_differing_ranks"] == []
     assert found["repeats"]
-    assert found["loss_error"] < 1e-5
-    assert found["weight_error"] < 1e-5
+    assert found["loss_error"] < limit
+    assert found["weight_error"] < limit
     assert found["communication_seconds"] > 0
 
 

@@ -14,6 +14,8 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 import numpy as np  # noqa: E402
+from gpu.cases import Case, error  # noqa: E402
+from gpu.test_transports import CASES, RANKED  # noqa: E402
 
 from distmlp.comm.binding import bind  # noqa: E402
 from distmlp.comm.policy import guarded  # noqa: E402
@@ -50,7 +52,7 @@ def main() -> int:
         "library": world.library,
         "gpus": len({seat.gpu.uuid for seat in binding.seats}),
         "device_mpi": facts.device_mpi.reason,
-        "training": [train(world, choice.transport, narrow) for narrow in (False, True)],
+        "training": [train(world, choice.transport, case) for case in CASES],
         "faults": faults(world, choice.transport),
         "wrong_sums": spin(world, choice.transport),
     }
@@ -59,12 +61,8 @@ def main() -> int:
     return 0
 
 
-def train(world: World, transport: str, narrow: bool) -> dict[str, Any]:
+def train(world: World, transport: str, case: Case) -> dict[str, Any]:
     """Steps one by one, the bits of all ranks compared after each; then again at once, and on one rank."""
-    from gpu.cases import error
-    from gpu.test_transports import RANKED
-
-    case = RANKED.but(narrow=narrow)
 
     def bits(engine: Any) -> bytes:
         state = engine.state()
@@ -89,7 +87,6 @@ def train(world: World, transport: str, narrow: bool) -> dict[str, Any]:
     again, _ = run(second, 1000)
     wanted, _ = run(alone, 1000)
     found = {
-        "regime": first.plan.regime,
         "steps_with_differing_ranks": differing,
         "repeats": again.tobytes() == losses.tobytes() and bits(first) == bits(second),
         "loss_error": error(losses, wanted),
@@ -104,8 +101,6 @@ def train(world: World, transport: str, narrow: bool) -> dict[str, Any]:
 
 def faults(world: World, transport: str) -> dict[str, Any]:
     """A rank that asks to stop, one that cannot read its rows, a value that is not finite: all see it at once."""
-    from gpu.test_transports import RANKED
-
     asked = iter([False, False, True])
     stopping = RANKED.fused(world=world, transport=transport, stop=lambda: world.rank == 1 and next(asked, True))
     report = stopping.train(0, 0, np.full(8, 1e-3))
