@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from distmlp.comm import device_probe
 from distmlp.comm.device_probe import DeviceProbe, build_claims, judge
+from distmlp.comm.hints import Launch
 from distmlp.comm.transport import AVAILABLE, Facts, Probe, choose_transport, device_hint
 from distmlp.errors import SystemUnfitError
 
@@ -143,3 +145,25 @@ def test_trial_of_this_machine_without_a_gpu_ends_with_a_reason():
         probe = DeviceProbe().result(30)
         assert not probe.works
         assert probe.reason
+
+
+@pytest.mark.parametrize(
+    ("launch", "cupy", "driver", "begun"),
+    [
+        (Launch("mpirun", 2, 0, "OMPI_COMM_WORLD_SIZE", True), True, True, True),
+        (Launch("mpirun", 2, 1, "OMPI_COMM_WORLD_SIZE", True), True, True, False),  # one a host is enough
+        (Launch("mpirun", 2, 0, "OMPI_COMM_WORLD_SIZE", True), False, True, False),
+        (Launch("mpirun", 2, 0, "OMPI_COMM_WORLD_SIZE", True), True, False, False),
+        (None, True, True, False),
+    ],
+)
+def test_trial_begins_where_a_gpu_may_train(launch, cupy, driver, begun, monkeypatch):
+    def load(name):
+        if not driver:
+            raise OSError(name)
+
+    monkeypatch.delenv("OMPI_COMM_WORLD_LOCAL_RANK", raising=False)
+    monkeypatch.setattr(device_probe, "find_spec", lambda name: cupy or None)
+    monkeypatch.setattr(device_probe.ctypes, "CDLL", load)
+    monkeypatch.setattr(device_probe, "DeviceProbe", lambda: "child")
+    assert device_probe.begin(launch) == ("child" if begun else None)

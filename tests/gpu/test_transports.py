@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import h5py
 import numpy as np
 import pytest
 from gpu.cases import LIMITS, Case
-from launching import mpirun_path, run_mpi
+from launching import finish, mpirun_path, run_mpi, start_mpi
 
 from distmlp.comm.binding import list_gpus
 
@@ -126,6 +128,32 @@ def test_runs_end_well(run_toml, transport):
     for end in ALONE_ENDS:
         again = ranks("-c", SCRIPT + end, str(run_toml), str(run_toml.parent / f"{transport}-script"), transport)
         assert (again.returncode, again.stderr) == (0, "")
+
+
+ENDLESS = """
+import os, sys
+from pathlib import Path
+from distmlp import RunConfig, train
+from distmlp.comm.world import open_world
+world = open_world(try_devices=True)
+Path(sys.argv[2] + f".pid{world.rank}").write_text(str(os.getpid()))
+train(RunConfig.load(sys.argv[1], ["run.transport=" + sys.argv[3], "run.epochs=1000000"], sys.argv[2]), world=world)
+"""
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("transport", ["nccl", "auto", "staged"])
+def test_death_of_a_rank_ends_the_job(run_toml, transport):
+    output = run_toml.parent / f"{transport}-killed"
+    argv = [sys.executable, "-c", ENDLESS, str(run_toml), str(output), transport]
+    job = start_mpi(2, argv, env=SETTINGS)
+    deadline = time.monotonic() + 60
+    while not ((metrics := output / "metrics.jsonl").exists() and metrics.stat().st_size):
+        assert job.poll() is None, finish(job)
+        assert time.monotonic() < deadline, finish(job, 1)
+        time.sleep(0.1)
+    os.kill(int(Path(f"{output}.pid1").read_text()), signal.SIGKILL)
+    assert finish(job, timeout=15).returncode != 0
 
 
 @pytest.mark.parametrize(
