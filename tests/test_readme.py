@@ -6,6 +6,7 @@ the order of the document, in one directory that holds what a clone holds.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -125,6 +126,17 @@ def options_of(command: str) -> set[str]:
 def test_table_of_keys_is_current() -> None:
     text = (PROJECT / "README.md").read_text(encoding="utf-8")
     assert with_table(text) == text, "run `python -m distmlp.config_reference README.md`"
+
+
+RESULTS = PROJECT / "tests" / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("result", sorted(RESULTS.glob("h200*-step.json")), ids=lambda path: path.stem)
+def test_benchmark_tables_are_those_of_the_results(result: Path) -> None:
+    from benchmarks.report import table
+
+    text = (PROJECT / "README.md").read_text(encoding="utf-8")
+    assert table(json.loads(result.read_text(encoding="utf-8"))) in text, "run tests/benchmarks/report.py"
 
 
 def test_links_lead_somewhere() -> None:
