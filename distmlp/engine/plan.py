@@ -143,7 +143,9 @@ def make_plan(task: Task, device: Device, narrow: bool = True) -> Plan:
     multiprocessors = device.multiprocessors
     products = [(rows, n, k) for k, n in pairs[:-1]] + [(rows, k, n) for k, n in pairs[1:]]
     tile = choose_tile(shapes, product, products or [(rows, *pairs[0])], multiprocessors)
-    output_tile = choose_tile(shapes, product, [(rows, pairs[-1][1], pairs[-1][0])], multiprocessors)
+    last = (rows, pairs[-1][1], pairs[-1][0])
+    wide_enough = [shape for shape in shapes if shape.n <= 128 or last[2] >= 2048]  # the loss is dear in wide tiles
+    output_tile = choose_tile(wide_enough, product, [last], multiprocessors)
     gradient_tile, splits = choose_gradient_tile(shapes, product, pairs, rows, multiprocessors)
     tiles = (tile, output_tile, gradient_tile)
     shared = max(shape.shared_bytes(product) for shape in tiles)

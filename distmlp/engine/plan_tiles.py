@@ -98,11 +98,11 @@ def shapes_for(product: str, capability: int, shared_bytes: int) -> list[TileSha
 
 # Clocks of a multiprocessor, fitted to an H200: multiply-adds a clock of the main loops, what a stage costs besides,
 # bytes a clock that come in from L2, beginning a phase, a tile, finishing a result; for a tile of weight gradients
-# beginning and updating, and handing a result over to another block.
+# beginning, a stage that comes from beyond L2, updating, and handing a result over to another block.
 _MULTIPLIES = {"FMA": 95.0, "TF32": 300.0, "BF16": 450.0}
 _WARPGROUP_MULTIPLIES = 2000.0
 _STAGE, _BYTES, _PHASE, _TILE, _FINISH = 400.0, 60.0, 1500.0, 500.0, 0.25
-_GRADIENT_TILE, _UPDATE, _HAND_OVER = 6000.0, 0.82, 3.0
+_GRADIENT_TILE, _FAR_STAGE, _UPDATE, _HAND_OVER = 6000.0, 200.0, 0.85, 3.0
 
 
 def stage_clocks(shape: TileShape, product: str) -> float:
@@ -135,7 +135,8 @@ def choose_gradient_tile(
         tiles = sum(-(-fan_in // shape.m) * -(-fan_out // shape.n) for fan_in, fan_out in layers)
         stages = -(-rows // shape.k)
         results = shape.m * shape.n
-        task = _GRADIENT_TILE + -(-stages // splits) * stage_clocks(shape, product) + _UPDATE * results
+        a_stage = stage_clocks(shape, product) + _FAR_STAGE
+        task = _GRADIENT_TILE + -(-stages // splits) * a_stage + _UPDATE * results
         return -(-tiles * splits // blocks) * (task + (_HAND_OVER * results if splits > 1 else 0.0))
 
     # Results of more than 128 columns would not stay in registers while splits are added up, and spill when updated.

@@ -66,10 +66,10 @@ struct Wanted {
     float weight;
 };
 __device__ __forceinline__ Wanted load_wanted(
-    const Layer& layer, const Columns& columns, const Raw& raw, const StepInfo& info, const Batch& batch, int r) {
+    const Layer& layer, const Columns& columns, const Raw& raw, i64 raw_row, const Batch& batch, int rows, int r) {
     Wanted wanted = {zeros(), 0.f};
-    if (r >= info.rows || columns.count <= 0) return wanted;
-    const float* target = raw.targets + raw_row(raw, info.first + r) * layer.fan_out + columns.first;
+    if (r >= rows || columns.count <= 0) return wanted;
+    const float* target = raw.targets + raw_row * layer.fan_out + columns.first;
     wanted.weight = row_weight(batch, r);
     float4& v = wanted.target;
     if (layer.fan_out % 4 == 0) {

@@ -355,59 +355,54 @@ struct Product {
 
 // Computes this block's tiles one after another: work(i, tile) describes the i-th, false behind the last;
 // finish(i, tile, product) takes its results. Where the output tile lies apart from the stages, those of later tiles
-// are fetched while a tile is finished. One loop with everything in it once: code is fetched from memory, too.
+// are fetched while a tile is finished.
 template <class P, class Work, class Finish>
 __device__ __forceinline__ void for_each_tile(void* shared, const Work& work, const Finish& finish) {
     Element* stages = P::stages(shared);
     TileWork ahead, tile;
-    int i = 0, step = 0, next = 0, next_step = 0, fill = 0, use = 0, missing = P::AHEAD;
+    int next = 0, next_step = 0, fill = 0, use = 0;
     bool more = work(0, ahead);
-    if (!more) return;
-    tile = ahead;
-    P product;
-    product.begin();
-#pragma unroll 1
-    while (true) {
-        const Element* stage = stages + use * P::STAGE;
-        const bool ready = missing == 0;  // as many stages are on their way as there can be
-        if (ready && tile.steps) {
-            copy_wait<P::AHEAD - 1>();
-            P::arrived();
-            __syncthreads();
-            product.start(stage);
-        }
-        if (!ready || tile.steps) {
-            if (more && next_step < ahead.steps)
-                P::fetch(ahead, ahead.k + next_step++ * P::DEPTH, stages + fill * P::STAGE);
-            copy_commit();
-            fill = fill + 1 == P::STAGES ? 0 : fill + 1;
-        }
-        if (ready) {
-            if (tile.steps) {
-                product.settle(stage);
-                use = use + 1 == P::STAGES ? 0 : use + 1;
-            }
-            if (++step >= tile.steps) {
-                product.end();
-                if (!P::APART) copy_wait<0>();
-                if (!P::APART || !tile.steps) __syncthreads();  // all are done with the stages, or the last results
-                finish(i, tile, product);
-                if (!P::APART) {
-                    __syncthreads();
-                    fill = use = 0;
-                    missing = P::AHEAD;
-                }
-                if (!work(++i, tile)) break;
-                step = 0;
-                product.begin();
-            }
-        } else {
-            --missing;
-        }
-        while (more && next_step >= ahead.steps && (P::APART || next < i)) {  // on to the next tile's stages
+    const auto fetch = [&] {
+        if (more && next_step < ahead.steps) P::fetch(ahead, ahead.k + next_step++ * P::DEPTH, stages + fill * P::STAGE);
+        copy_commit();
+        fill = fill + 1 == P::STAGES ? 0 : fill + 1;
+    };
+    const auto advance = [&](int i) {  // to the tile whose next stage is to be fetched
+        while (more && next_step == ahead.steps && (P::APART || next < i)) {
             next_step = 0;
             more = work(++next, ahead);
         }
+    };
+#pragma unroll 1
+    for (int i = 0; work(i, tile); ++i) {
+        if (i == 0 || !P::APART) {
+            fill = use = 0;
+#pragma unroll 1
+            for (int s = 0; s < P::AHEAD; ++s) {
+                advance(i);
+                fetch();
+            }
+        }
+        P product;
+        product.begin();
+        advance(i);
+#pragma unroll 1
+        for (int step = 0; step < tile.steps; ++step) {
+            copy_wait<P::AHEAD - 1>();
+            P::arrived();
+            __syncthreads();
+            const Element* stage = stages + use * P::STAGE;
+            product.start(stage);
+            fetch();
+            product.settle(stage);
+            advance(i);
+            use = use + 1 == P::STAGES ? 0 : use + 1;
+        }
+        product.end();
+        if (!P::APART) copy_wait<0>();
+        if (!P::APART || !tile.steps) __syncthreads();  // all are done with the stages, or with the last results
+        finish(i, tile, product);
+        if (!P::APART) __syncthreads();
     }
     copy_wait<0>();
     __syncthreads();

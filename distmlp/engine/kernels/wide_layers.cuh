@@ -123,7 +123,7 @@ __device__ PHASE void backward(int l, int rows, Flags& flags) {  // error of lay
             const int n0 = w.n0 + part * Output::N;
             const Columns columns(below, n0 + Output::column(), nullptr);
             float4 sum = zeros();
-            Output::for_each_row<4>(
+            Output::for_each_row<Backward::PARTS == 1 ? 8 : 4>(
                 tile, [&](int r) { return load_slope(below, columns, rows, w.m0 + r); },
                 [&](int r, const float4& v, const float4& slope) {
                     add_to(sum, hidden_error(below, columns, rows, w.m0 + r, v, slope, largest));

@@ -50,6 +50,7 @@ __device__ PHASE void forward_output(const Raw& raw, const StepInfo& info, const
     typedef ForwardOutput::Output Output;
     const int l = ENGINE.layers - 1;
     const Layer& layer = LAYER(l);
+    __shared__ i64 raw_rows[OUTPUT_M];  // of the tile's rows: looked up at once, not one after another
     float* tile = output_tile<ForwardOutput>();
     u32 largest = 0;
     forward_tiles<ForwardOutput>(l, batch, info.rows, [&](int t, int m0, int n0) {
@@ -67,8 +68,11 @@ __device__ PHASE void forward_output(const Raw& raw, const StepInfo& info, const
             __syncthreads();
             Output::for_each_row(tile, [&](int, const float4& v) { add_to(sum, v); });
         } else {
-            Output::for_each_row<4>(
-                tile, [&](int r) { return load_wanted(layer, columns, raw, info, batch, m0 + r); },
+            for (int r = threadIdx.x; r < OUTPUT_M && m0 + r < info.rows; r += THREADS)
+                raw_rows[r] = raw_row(raw, info.first + m0 + r);
+            __syncthreads();
+            Output::for_each_row<ForwardOutput::PARTS == 1 ? 8 : 4>(
+                tile, [&](int r) { return load_wanted(layer, columns, raw, raw_rows[r], batch, info.rows, m0 + r); },
                 [&](int r, const float4& v, const Wanted& wanted) {
                     add_to(sum, output_error(layer, columns, wanted, info.rows, m0 + r, v, loss, largest));
                 });
