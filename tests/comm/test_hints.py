@@ -147,7 +147,7 @@ def test_local_rank(environ, local):
     [
         ({}, "", True),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "/dev/pts/3", True),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "/home/user/log.txt", False),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "/tmp/log.txt", False),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "pipe:[42]", False),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "", False),
     ],
