@@ -29,7 +29,7 @@ from distmlp.config import RunConfig
 from distmlp.engine import Standardization, State
 from distmlp.engine.optimizers import slot_names
 from distmlp.errors import CheckpointError, ConfigError
-from distmlp.files import PIECE_BYTES, describe, replace_file
+from distmlp.files import PIECE_BYTES, describe, open_regular, replace_file
 from distmlp.hdf5_layout import Layout, read_layout, write_layout
 from distmlp.network import Network
 from distmlp.seal import FORMAT, FORMAT_VERSION, SEAL_BYTES, Seal, Sealing, breakage, newer_format
@@ -100,7 +100,7 @@ def load(path: str | Path, *, explain: bool = True) -> Checkpoint:
     path = Path(path)
     where = f"checkpoint {path}"
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             broken = breakage(file, where)
             if not broken:
                 return interpret(file, where)

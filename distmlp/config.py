@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from distmlp.config_messages import explain, short
 from distmlp.errors import ConfigError
-from distmlp.overrides import anchor_paths, apply_override
+from distmlp.overrides import absolute, anchor_paths, apply_override
 
 Activation = Literal["relu", "leaky_relu", "elu", "gelu", "silu", "tanh", "sigmoid", "softplus", "sine", "identity"]
 Loss = Literal["mse", "mae", "huber", "binary_cross_entropy", "softmax_cross_entropy"]
@@ -202,14 +202,14 @@ class RunSection(_Section):
     @model_validator(mode="before")
     @classmethod
     def _length(cls, data: Any) -> Any:
-        if isinstance(data, dict) and not data.get("epochs") and not data.get("steps"):
-            return {**data, "epochs": 10}
-        return data
+        return {**data, "epochs": 10} if isinstance(data, dict) and not {"epochs", "steps"} & data.keys() else data
 
     @model_validator(mode="after")
     def _check(self) -> RunSection:
         if self.epochs and self.steps:
             raise ValueError(f"give `epochs` or `steps`, not both ({self.epochs} and {self.steps})")
+        if not self.epochs and not self.steps:
+            raise ValueError("nothing to train: `epochs` and `steps` are 0; give one of them a positive number")
         return self
 
 
@@ -236,7 +236,7 @@ class RunConfig(_Section):
         """
         path = Path(path)
         try:
-            document = tomllib.loads(path.read_text(encoding="utf-8"))
+            document = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a mark
         except OSError as error:
             raise ConfigError(
                 f"configuration {path}: {error.strerror or error}; give the path of a TOML file"
@@ -251,7 +251,7 @@ class RunConfig(_Section):
         if output is not None:
             run = document.setdefault("run", {})
             if isinstance(run, dict):
-                run["output"] = str(Path(output).absolute())
+                run["output"] = absolute(output)
         return cls.parse(document, str(path))
 
     @classmethod

@@ -6,12 +6,37 @@ import errno
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 
 PIECE_BYTES = 8 << 20  # a piece of a long write: short enough for other threads to get their turn
 _TEMPORARY = re.compile(r"\.(?P<final>.+)\.[0-9a-f]{24}\.tmp")
+
+
+def check_replaceable(path: Path, sources: Iterable[str | Path] = ()) -> None:
+    """Raise OSError where a file called `path` would do harm: it is there and is a folder, device or pipe (root could
+    rename a file over /dev/null), or it is one of `sources`, the files that are read to make it."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return  # not there; what else is wrong shows when it is written
+    if stat.S_ISDIR(mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "is there and no regular file, but a device, pipe or socket")
+    for source in sources:
+        if _same(path, source):
+            raise OSError(errno.EEXIST, f"would replace {source}, which it is made from")
+
+
+def _same(path: Path, other: str | Path) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
+        return False
 
 
 def replace_file(path: Path, pieces: Iterable[bytes | memoryview], header: Callable[[], bytes] | None = None) -> None:
@@ -21,6 +46,7 @@ def replace_file(path: Path, pieces: Iterable[bytes | memoryview], header: Calla
     The temporary name lies in the same directory and cannot be guessed; the file obeys the umask; file
     and directory are on disk on return. Raises OSError and leaves nothing behind.
     """
+    check_replaceable(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(12)}.tmp")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
@@ -39,6 +65,16 @@ def replace_file(path: Path, pieces: Iterable[bytes | memoryview], header: Calla
             os.unlink(temporary)
         raise
     sync_directory(path.parent)
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """`path`, opened for reading. Raises OSError, also for a pipe or device, whose reader might wait for ever."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # without a block, a pipe opens at once
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        is_folder = stat.S_ISDIR(os.fstat(handle).st_mode)
+        os.close(handle)
+        raise OSError(errno.EISDIR if is_folder else errno.EINVAL, "is a directory" if is_folder else "no regular file")
+    return open(handle, "rb")
 
 
 def _write_all(handle: int, data: memoryview) -> None:

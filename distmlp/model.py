@@ -21,6 +21,7 @@ from distmlp.engine.functions import sigmoid, softmax
 from distmlp.engine.select import open_engine
 from distmlp.errors import DataError
 from distmlp.evaluation import evaluate, metrics, own_blocks
+from distmlp.overrides import absolute
 from distmlp.store import resolve_checkpoint
 
 
@@ -81,7 +82,13 @@ def run_predict(checkpoint: Path, data: str, out: Path, inputs: str) -> int:
     blocks = list(own_blocks(shards.rows, world))
     rounds = max(world.all_gather(len(blocks)))
     shape = (shards.rows, saved.config.model.layers[-1])
-    writer = world.agree(lambda: PredictionWriter(out, shape) if world.rank == 0 else None)
+
+    def open_writer() -> PredictionWriter | None:
+        return (
+            PredictionWriter(out, shape, [*shards.paths, resolve_checkpoint(checkpoint)]) if world.rank == 0 else None
+        )
+
+    writer = world.agree(open_writer)
     try:
         for turn in range(rounds):  # a block of every rank at a time: constant memory on rank 0
             mine = blocks[turn] if turn < len(blocks) else range(0)
@@ -115,7 +122,7 @@ def _open(checkpoint: Path, data: str, inputs: str, targets: str | None) -> tupl
     trained = saved.config.data
     with_targets = targets is not None
     chosen = DataConfig(
-        train=str(Path(data).absolute()),
+        train=absolute(data),
         inputs=inputs or trained.inputs,
         targets=targets or trained.targets,
         sample_weights=trained.sample_weights if with_targets else "",

@@ -20,6 +20,17 @@ _EXCLUSIVE = {
 }
 
 
+def absolute(path: str | Path) -> str:
+    """`path` from the root. Raises ConfigError where the working directory has gone."""
+    try:
+        return str(Path(path).absolute())
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: relative to the working directory, which cannot be had: {error.strerror or error}; change to "
+            "another directory, or give a path from the root"
+        ) from None
+
+
 def anchor_paths(document: dict[str, Any], folder: Path) -> None:
     """Make the paths in `document` absolute, relative ones from `folder`."""
     for section, key in _PATHS:
@@ -30,7 +41,7 @@ def anchor_paths(document: dict[str, Any], folder: Path) -> None:
 
 def _anchored(value: Any, folder: Path) -> Any:
     if isinstance(value, str) and value:
-        return str((folder / value).absolute())
+        return absolute(folder / value)
     if isinstance(value, list):
         return [_anchored(item, folder) for item in value]
     return value
@@ -46,7 +57,7 @@ def apply_override(document: dict[str, Any], override: str, sections: Collection
         raise ConfigError(f"--set {override}: unknown section `{section}`{nearest(section, sections)}")
     value = _parse(text.strip())
     if (section, key) in _PATHS:
-        value = _anchored(value, Path.cwd())
+        value = _anchored(value, Path())
     keys = document.setdefault(section, {})
     if not isinstance(keys, dict):
         raise ConfigError(f"--set {override}: `{section}` is not a section in the configuration file")

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from distmlp.checkpoint import Checkpoint, load, save
 from distmlp.errors import CheckpointError
-from distmlp.files import leftovers
+from distmlp.files import leftovers, open_regular
 from distmlp.network import Network
 from distmlp.seal import Seal, read_seal
 
@@ -159,7 +159,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _seal(path: Path) -> Seal | None:
-    with suppress(OSError, CheckpointError), open(path, "rb") as file:
+    with suppress(OSError, CheckpointError), open_regular(path) as file:
         return read_seal(file, str(path))[0]
     return None
 

@@ -63,6 +63,7 @@ def test_the_contracts_defaults_are_the_defaults():
         ({"optimizer__clip_norm": float("inf")}, "optimizer.clip_norm = inf: expected a finite number"),
         ({"run__precision": "float16"}, "run.precision = 'float16': expected one of fp32, tf32, bf16"),
         ({"run__epochs": 3, "run__steps": 4}, "give `epochs` or `steps`, not both (3 and 4)"),
+        ({"run__epochs": 0}, "nothing to train: `epochs` and `steps` are 0"),
         ({"run__checkpoint_every": "5 parsecs"}, "run.checkpoint_every = '5 parsecs': expected a positive number and"),
         ({"run__validate_every": "1.5 epochs"}, "run.validate_every = '1.5 epochs': epochs come whole"),
         ({"run__stall_timeout": "3 epochs"}, "run.stall_timeout = '3 epochs': expected a time, such as \"10 minutes\""),
@@ -250,3 +251,22 @@ def test_mutated_files(mutation):
 @settings(max_examples=2000, deadline=None)
 def test_mutated_files_in_full(mutation):
     only_ever_a_config_error(mutation)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path):
+    """Editors on Windows write one."""
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf[model]\r\nhidden = [3]\r\n[data]\r\ntrain = 'a.h5'\r\n")
+    assert RunConfig.load(path).model.hidden == (3,)
+
+
+def test_a_working_directory_that_has_gone(tmp_path, monkeypatch):
+    path = tmp_path / "run.toml"
+    path.write_text("[model]\nhidden = [3]\n[data]\ntrain = 'a.h5'\n")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for arguments in ({"output": "x"}, {"overrides": ["run.output=x"]}):
+        with pytest.raises(ConfigError, match="relative to the working directory, which cannot be had"):
+            RunConfig.load(path, **arguments)

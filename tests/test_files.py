@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distmlp.files import describe, leftovers, replace_file, sync_directory
+from distmlp.files import check_replaceable, describe, leftovers, open_regular, replace_file, sync_directory
 
 
 def only(directory: Path) -> list[str]:
@@ -108,3 +108,26 @@ def test_what_is_said_of_an_error(tmp_path, number, words):
     text = describe(OSError(number, os.strerror(number)), tmp_path / "gone" / "away", 1234)
     for word in words:
         assert word in text
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_only_files_are_replaced_or_read(tmp_path, kind):
+    """Root may rename a file over a device; whoever opens a pipe waits for its other end."""
+    path = tmp_path / "place"
+    {"pipe": os.mkfifo, "device": lambda link: os.symlink(os.devnull, link), "folder": os.mkdir}[kind](path)
+    with pytest.raises(OSError, match=r"is a directory|no regular file"):
+        open_regular(path)
+    with pytest.raises(OSError, match=r"Is a directory|no regular file"):
+        replace_file(path, [b"data"])
+    assert only(tmp_path) == ["place"]
+    assert not path.is_file()
+
+
+def test_a_file_is_not_replaced_by_what_is_made_from_it(tmp_path):
+    source, other = tmp_path / "source", tmp_path / "other"
+    source.write_bytes(b"1")
+    other.write_bytes(b"2")
+    os.link(source, tmp_path / "link")
+    check_replaceable(other, [source, tmp_path / "gone"])
+    with pytest.raises(OSError, match="which it is made from"):
+        check_replaceable(tmp_path / "link", [other, source])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,15 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distmlp.errors import DataError
+from distmlp.files import check_replaceable, describe
 
 
 class PredictionWriter:
     """Writes `predictions` (rows, outputs), float32, block by block under a temporary name."""
 
-    def __init__(self, path: Path, shape: tuple[int, int]) -> None:
+    def __init__(self, path: Path, shape: tuple[int, int], sources: Iterable[str | Path] = ()) -> None:
+        """A file `path` for an array of `shape`; refused where it would replace one of `sources`."""
         self._path = path
+        self._file: h5py.File | None = None
         self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
+            check_replaceable(path, sources)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = h5py.File(self._temporary, "x", locking=False)
             self._dataset = self._file.create_dataset("predictions", shape, np.float32)
@@ -37,7 +42,8 @@ class PredictionWriter:
     def finish(self) -> None:
         """Give the file its name."""
         try:
-            self._file.close()
+            if self._file is not None:
+                self._file.close()
             with open(self._temporary, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(self._temporary, self._path)
@@ -47,10 +53,18 @@ class PredictionWriter:
     def close(self) -> None:
         """Remove what an interrupted job left."""
         with suppress(OSError, RuntimeError):
-            self._file.close()
+            if self._file is not None:
+                self._file.close()
         with suppress(OSError):
             self._temporary.unlink()
 
     def _fault(self, error: Exception) -> DataError:
-        self.close() if hasattr(self, "_file") else None
-        return DataError(f"predictions {self._path}: could not be written: {error}; give another place with --out")
+        self.close()
+        reason = str(error)
+        if isinstance(error, OSError) and error.errno:  # HDF5 adds lines of its own
+            own = (
+                isinstance(error.strerror, str) and "\n" not in error.strerror and "synchronously" not in error.strerror
+            )
+            told = error if own else OSError(error.errno, os.strerror(error.errno))
+            reason = describe(told, self._path)
+        return DataError(f"predictions {self._path}: could not be written: {reason}; give another place with --out")

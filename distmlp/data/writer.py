@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from distmlp.data.layout import CHECKSUM_GROUP
 from distmlp.errors import DataError
-from distmlp.files import describe, sync_directory
+from distmlp.files import check_replaceable, describe, sync_directory
 from distmlp.order import BLOCK_ROWS
 
 COPY_BYTES = 64 << 20
@@ -89,6 +89,7 @@ class ShardWriter:
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(12)}.tmp")
         try:
             try:
+                check_replaceable(self.path)
                 self._write(temporary)
                 os.rename(temporary, self.path)
                 sync_directory(self.path.parent)

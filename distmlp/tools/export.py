@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from distmlp.checkpoint import Checkpoint, load
 from distmlp.errors import CheckpointError, ConfigError, SystemUnfitError
-from distmlp.files import describe, replace_file
+from distmlp.files import check_replaceable, describe, replace_file
 from distmlp.store import resolve_checkpoint
 
 
@@ -25,8 +25,10 @@ def run_export(checkpoint: Path, to: str, out: Path) -> int:
     """
     if to not in FORMATS:
         raise ConfigError(f"export --to {to}: unknown format; known: {', '.join(FORMATS)}")
-    encoded = FORMATS[to](load(resolve_checkpoint(checkpoint)))
+    path = resolve_checkpoint(checkpoint)
+    encoded = FORMATS[to](load(path))
     try:
+        check_replaceable(out, [path])
         replace_file(out, [encoded])
     except OSError as error:
         raise CheckpointError(
