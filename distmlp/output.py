@@ -48,6 +48,7 @@ class Summary:
     transfers: dict[str, int]
     versions: dict[str, str] = field(default_factory=dict)
     devices: list[dict[str, Any]] = field(default_factory=list)  # the GPU of every rank: rank, host, name, uuid
+    skipped: int = 0  # batches left out under the policy `skip`
 
 
 class RunOutput:
@@ -114,8 +115,11 @@ class RunOutput:
             os.close(self._metrics)
             self._metrics = None
         if self._lock is not None:
-            self._lock.release()
             with suppress(OSError):  # a run that never began must not stand in the way of the next try
+                if self._lock.mine():
+                    self.checkpoints.rmdir()
+            self._lock.release()
+            with suppress(OSError):
                 self.path.rmdir()
 
     def _claim(self, resume: bool, overwrite: bool) -> None:
@@ -141,7 +145,10 @@ class RunOutput:
                 raise
         except OSError as error:
             kind = CheckpointError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else ConfigError
-            raise kind(f"output {self.path}: cannot be used: {describe(error, self.path)}; see run.output") from None
+            reason = describe(error, self.path)
+            if error.errno in (errno.EEXIST, errno.ENOTDIR):
+                reason = f"{error.filename or self.path} is there and no directory"
+            raise kind(f"output {self.path}: cannot be used: {reason}; see run.output") from None
 
 
 def remove_results(directory: Path) -> None:

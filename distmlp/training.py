@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
+
 from distmlp import output as outputs
 from distmlp.checkpoint import Checkpoint
 from distmlp.comm.signals import StopRequest
@@ -18,6 +20,8 @@ from distmlp.job import Job, open_job
 from distmlp.metrics import MeanLoss, Reporter, Throughput
 from distmlp.output import Summary
 from distmlp.schedule import learning_rates
+
+_SKIPS_EXPLAINED = 10  # of a run: batches left out that are named one by one
 
 
 def train(
@@ -58,6 +62,7 @@ class Run:
         self.began = time.perf_counter()
         self.step, self.best, self.stale = job.start.step, job.start.best, job.start.stale_validations
         self.skipped = job.start.skipped
+        self.skips_explained = 0
         self.samples = self._samples_until(self.step)
         epoch = max(0, self.step - 1) // job.timeline.batches_per_epoch
         self.epoch_loss = MeanLoss(epoch, job.start.epoch_loss, job.start.epoch_weight)
@@ -74,6 +79,11 @@ class Run:
         checkpoint_every, validate_every = Interval.parse(run.checkpoint_every), Interval.parse(run.validate_every)
         job.reporter.start(self.step, job.timeline.total_steps)
         status = "finished"
+        if self.step >= job.timeline.total_steps:
+            job.reporter.say(
+                f"nothing left to do: all {job.timeline.total_steps} steps are done; raise run.epochs or "
+                "run.steps to train on, or begin anew with --overwrite"
+            )
         while self.step < job.timeline.total_steps:
             target = job.timeline.next_event(self.step, run.log_every, (checkpoint_every, validate_every))
             report, entry = self._advance(target)
@@ -112,6 +122,7 @@ class Run:
             raise self._diverged(epoch, first + report.nonfinite)
         self.step += report.steps
         self.skipped += report.skipped
+        self._warn_of_skipped(epoch, first, report)
         rows = self._samples_until(self.step) - self.samples
         self.samples += rows
         self.throughput.add(rows, seconds)
@@ -212,27 +223,46 @@ class Run:
             transfers=job.engine.transfers(),
             versions=outputs.versions(mpi=job.world.library),
             devices=getattr(job.engine, "devices", []),
+            skipped=self.skipped,
         )
+        if self.skipped:
+            job.reporter.warn(f"{self.skipped} of {self.step} batches left out, as loss or gradient was not finite")
         job.world.agree(lambda: job.output.finish(summary), "summary")
         job.reporter.exchange()
         return summary
 
     def _diverged(self, epoch: int, batch: int) -> DivergedError:
-        """What is to blame for a non-finite loss or gradient: rows of the data, or the training itself."""
+        """A non-finite loss or gradient under the policy `stop`."""
+        cause, advice = self._cause(epoch, batch)
+        return DivergedError(
+            f"{self._place(epoch, batch)}: loss or gradient is not finite: {cause}; {advice}, or leave such "
+            "batches out with --set run.on_nonfinite=skip; nothing was updated, earlier checkpoints are intact"
+        )
+
+    def _warn_of_skipped(self, epoch: int, first: int, report: StepReport) -> None:
+        """Name the batches that the policy `skip` left out, but do not fill a log with thousands of them."""
+        for index in np.flatnonzero(np.isnan(report.losses)).tolist()[: _SKIPS_EXPLAINED - self.skips_explained]:
+            cause, _ = self._cause(epoch, first + index)
+            self.job.reporter.warn(
+                f"{self._place(epoch, first + index)} left out: loss or gradient is not finite: {cause}"
+            )
+            self.skips_explained += 1
+
+    def _place(self, epoch: int, batch: int) -> str:
+        return f"step {epoch * self.job.timeline.batches_per_epoch + batch} (epoch {epoch}, batch {batch})"
+
+    def _cause(self, epoch: int, batch: int) -> tuple[str, str]:
+        """What is to blame for a non-finite loss or gradient, rows of the data or the training itself, and what to
+        do about it. Collective."""
         job = self.job
-        step = epoch * job.timeline.batches_per_epoch + batch
         found = job.world.all_gather(job.world.agree(lambda: job.feed.blame(epoch, batch)))
         blamed = [f"rank {rank}: {where}" for rank, where in enumerate(found) if where]
         if blamed:
-            reason = f"the data holds values that are not finite ({'; '.join(blamed)}); mend those rows"
-        else:
-            reason = (
-                f"the data of that batch is finite, so the training diverged; lower optimizer.learning_rate "
-                f"({job.config.optimizer.learning_rate:g}) or set optimizer.clip_norm"
-            )
-        return DivergedError(
-            f"step {step} (epoch {epoch}, batch {batch}): loss or gradient is not finite: {reason}, or leave such "
-            "batches out with --set run.on_nonfinite=skip; nothing was updated, earlier checkpoints are intact"
+            return f"the data holds values that are not finite ({'; '.join(blamed)})", "mend those rows"
+        rate = job.config.optimizer.learning_rate
+        return (
+            "the data of that batch is finite, so the training diverged",
+            f"lower optimizer.learning_rate ({rate:g}) or set optimizer.clip_norm",
         )
 
     def _samples_until(self, step: int) -> int:

@@ -79,6 +79,10 @@ def test_skip_leaves_out_the_batch_on_all_ranks(tmp_path):
         assert np.isfinite(last.state.parameters).all()
         summary = json.loads((tmp_path / output / "summary.json").read_text())
         assert np.isfinite(summary["loss"])
+        assert summary["skipped"] == 1
+        told = [line for line in result.stdout.splitlines() if "left out" in line]
+        assert len(told) == 2, result.stdout  # the batch, and at the end how many there were
+        assert re.search(rf"step {bad_batch()} .* left out: .*rank \d: .*shard-2\.h5,? rows? 37\b", told[0])
         hashes.add(round(summary["loss"], 5))
     assert len(hashes) == 1
 
@@ -120,3 +124,12 @@ def test_replicas_that_differ_are_noticed(tmp_path):
     assert result.returncode == 1, result.stderr
     assert result.stderr.count("after 4 updates the weights of ranks [1] differ") == 1, result.stderr
     assert newest(tmp_path / "out" / "checkpoints").checkpoint.step == 3
+
+
+def test_a_diverged_run_that_skips_everything_does_not_fill_the_log(tmp_path):
+    problem(tmp_path)
+    arguments = ["optimizer.learning_rate=1e18", "run.epochs=5", "run.on_nonfinite=skip"]
+    result = run_distmlp(["train", "run.toml", *(f"--set={argument}" for argument in arguments)], cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("so the training diverged") == 10
+    assert re.search(r"warning: \d\d of 50 batches left out", result.stdout)

@@ -128,7 +128,8 @@ def test_other_ranks_touch_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("file", "File exists"), ("file/run", "Not a directory"), ("x" * 300, "File name too long")]
+    ("name", "words"),
+    [("file", "file is there and no directory; see"), ("file/run", "no directory"), ("x" * 300, "File name too long")],
 )
 def test_a_directory_that_cannot_be_made(tmp_path, name, words):
     (tmp_path / "file").write_text("a file")
@@ -155,4 +156,12 @@ def test_tensorboard_is_asked_for_before_anything_is_written(tmp_path, monkeypat
     config = configuration(output=str(tmp_path / "run"), tensorboard=True)
     with pytest.raises(SystemUnfitError, match=r"distmlp\[tensorboard\]"):
         RunOutput(config, LoneWorld())  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_failed_at_its_first_file_leaves_nothing(tmp_path):
+    """As when the disk is full at the first file: the next try must not find the directory in use."""
+    output = claim(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints").mkdir()
+    output.close()
     assert not (tmp_path / "run").exists()
