@@ -113,9 +113,19 @@ def _probe(paths: Sequence[str], datasets: dict[str, str]) -> Iterator[Inspected
         (os.POSIX_SPAWN_DUP2, write_end, 1),
     ]
     # posix_spawn, not fork: with MPI running, a forked copy of this process is not safe.
-    child = os.posix_spawn(sys.executable, arguments, _environment(), file_actions=actions)
-    os.close(request_read)
-    os.close(write_end)
+    try:
+        child = os.posix_spawn(sys.executable, arguments, _environment(), file_actions=actions)
+    except OSError as error:
+        os.close(read_end)
+        os.close(request_write)
+        raise SystemUnfitError(
+            f"{sys.executable}: cannot be started as a child process, which opens files that may be damaged: "
+            f"{error.strerror or error}; see this user's permission for it, and the limits on processes and memory "
+            "(ulimit -u, ulimit -v)"
+        ) from None
+    finally:
+        os.close(request_read)
+        os.close(write_end)
     answered = 0
     try:
         with open(read_end, "rb") as answers:
