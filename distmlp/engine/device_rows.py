@@ -31,15 +31,11 @@ class OwnRows:
         self.order, self.streams = order, streams
         self.count = len(order.owned_rows(streams))
 
-    def before(self, position: int) -> int:
-        """Own rows among the first `position` positions."""
-        full, partial = divmod(position, self.order.streams)
-        return full * len(self.streams) + min(max(partial - self.streams.start, 0), len(self.streams))
-
-    def of_batch(self, number: int) -> range:
-        """Own row numbers, in position order, of global batch `number`."""
-        first = number * self.order.batch
-        return range(self.before(first), self.before(first + self.order.batch_size(number)))
+    def bounds(self, first: int, count: int) -> NDArray:
+        """Own rows before each of batches `first` to `first + count`, int64 (count + 1,): batch i has those between."""
+        positions = np.minimum(np.arange(first, first + count + 1) * self.order.batch, self.order.rows)
+        full, partial = np.divmod(positions, self.order.streams)
+        return full * len(self.streams) + np.clip(partial - self.streams.start, 0, len(self.streams))
 
     @property
     def largest_batch(self) -> int:
@@ -99,7 +95,7 @@ class ResidentRows:
         """Bytes of all own rows on the device; rather too many."""
         return feed.resident_bytes() + 4 * (2 + outputs) * own.count + (1 << 20)
 
-    def prepare(self, epoch: int, numbers: range) -> tuple[RawPlace, list[int]]:
+    def prepare(self, epoch: int, numbers: range) -> tuple[RawPlace, NDArray]:
         """Where the rows of batches `numbers` are; `first` of each in the index table."""
         if epoch != self._epoch:
             order, streams = self._own.order, self._own.streams
@@ -109,7 +105,7 @@ class ResidentRows:
                 np.int64(self._own.count), np.uint64(self.place.arena.address("index")),
             )  # fmt: skip
             self._epoch = epoch
-        return self.place, [self._own.of_batch(number).start for number in numbers]
+        return self.place, self._own.bounds(numbers.start, len(numbers))[:-1]
 
     def launched(self) -> None:
         """The launch that reads what `prepare` gave is queued."""
@@ -132,7 +128,7 @@ class StreamedRows:
         self._slots = [_Slot(self._formats, batch * self.steps_per_launch, ledger.stream) for _ in range(2)]
         self._turn = 0
 
-    def prepare(self, epoch: int, numbers: range) -> tuple[RawPlace, list[int]]:
+    def prepare(self, epoch: int, numbers: range) -> tuple[RawPlace, NDArray]:
         """Read batches `numbers` and send them on their way; `first` of each counts from the start of the place.
 
         Raises DataError where the files are damaged.
@@ -152,7 +148,7 @@ class StreamedRows:
             self._ledger.upload(slot.place.arena.address(name), array[:filled], self._copies)
         slot.copied.record(self._copies)
         self._ledger.stream.wait_event(slot.copied)
-        return slot.place, firsts
+        return slot.place, np.array(firsts)
 
     def launched(self) -> None:
         """The launch that reads what `prepare` gave is queued."""

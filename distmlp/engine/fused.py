@@ -189,13 +189,13 @@ class FusedEngine:
         self._state.train_steps(NO_ROWS, done, done, True)
         return self._results(done), stopped
 
-    def _put_steps(self, first: int, rates: NDArray, firsts: list[int], at: int = 0) -> None:
+    def _put_steps(self, first: int, rates: NDArray, firsts: NDArray, at: int = 0) -> None:
         """Rates and row ranges of batches `first`, … to the step table from entry `at` on."""
         own = self._own
         assert own is not None
         table = np.zeros(len(rates), layout.STEP_INFO)
         table["rate"], table["first"] = rates, firsts
-        table["rows"] = [len(own.of_batch(first + i)) for i in range(len(rates))]
+        table["rows"] = np.diff(own.bounds(first, len(rates)))
         self._ledger.upload(self._state.arena.address("steps") + at * layout.STEP_INFO.itemsize, table)
 
     def _results(self, count: int) -> NDArray:
