@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from distmlp.comm.hints import rank_hint, read_launch
 from distmlp.errors import AgreedError, DistmlpError, SystemUnfitError
+from distmlp.streams import guard_streams
 
 if TYPE_CHECKING:
     from distmlp.comm.world import World
@@ -37,9 +38,12 @@ def guarded(main: Callable[[], int | None]) -> NoReturn:
     A `DistmlpError` becomes one message and its exit code, any other exception one traceback and 1. A fault
     that only this rank knows of ends the whole job, since the others may be inside a collective.
     """
+    guard_streams()
     hold_output()
     try:
         code = main() or 0
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here a full disk can still be told
     except SystemExit as stop:  # argument parsers end like this, after they printed
         code = _system_exit_code(stop)
     except BaseException as error:
