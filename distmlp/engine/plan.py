@@ -223,7 +223,7 @@ def _buffers(plan: Plan) -> list[Buffer]:
     if softmax:
         buffers.append(Buffer("logits", plan.rows * outputs * 4))
     if plan.narrow:
-        buffers.append(Buffer("narrow_partials", plan.narrow.partial_bytes))
+        buffers.append(Buffer("narrow_partials", plan.narrow.partial_bytes, zeroed=True))
         buffers.append(Buffer("narrow_image", plan.narrow.image_bytes, zeroed=True))
     for parity in range(2):
         buffers.append(Buffer(f"inputs{parity}", plan.rows * plan.layers[0].ld_in * element))

@@ -39,8 +39,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     from gpu.cases import Case
 
     items = [item for item in session.items if str(item.path).startswith(FOLDER)]
-    if not items or _obstacle() or session.config.option.collectonly:
-        return
+    if not items or _obstacle() or session.config.option.collectonly or hasattr(session.config, "workerinput"):
+        return  # with pytest-xdist: run once with --setup-plan before, or every test compiles its own
     cases = [value for item in items for value in getattr(item, "callspec", _NONE).params.values()]
     modules = {item.module.__name__: item.module for item in items}.values()
     for module in modules:
