@@ -6,6 +6,9 @@ import ctypes
 import importlib.util
 import os
 
+from distmlp.engine import compile as compiler
+from distmlp.errors import SystemUnfitError
+
 OLDEST = 75  # compute capability × 10
 
 
@@ -33,13 +36,20 @@ def _obstacle_with_driver(visible: str | None) -> str:
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:  # CuPy raises its own classes, and ImportError for missing libraries
         seen = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
-        return f"no CUDA device can be used{seen}: {type(error).__name__}: {str(error).splitlines()[0]}"
+        first_line = (str(error).splitlines() or [""])[0]
+        return f"no CUDA device can be used{seen}: {type(error).__name__}: {first_line}"
     if not count:
         return f"no CUDA device is visible (CUDA_VISIBLE_DEVICES={visible!r})"
     device = cupy.cuda.Device()
-    return unfit_capability(
-        int(device.compute_capability), cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
-    )
+    name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
+    capability = int(device.compute_capability)
+    if obstacle := unfit_capability(capability, name):
+        return obstacle
+    try:
+        compiler.architecture(capability)
+    except SystemUnfitError as error:
+        return f"GPU {name}: {error}"
+    return ""
 
 
 def unfit_capability(capability: int, name: str) -> str:
