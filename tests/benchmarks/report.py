@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from distmlp.tools.bench import PRESETS, shorten
 
 PEERS = {"torch": ("torch-graph", "torch-compiled-graph"), "jax": ("jax-scan",)}
+HOW = {"torch": "PyTorch: the better of a CUDA graph and a compiled one", "jax": "JAX: `jit` of a `lax.scan`"}
 COLOURS = {"limit": "#bbbbbb", "distmlp": "#1b6ca8", "torch": "#d9822b", "jax": "#6a9f4b"}
 
 
@@ -46,14 +47,17 @@ def table(record: dict[str, Any]) -> str:
             f"| **{show(own['us_median'])}** ({show(own['us_min'])}–{show(own['us_max'])}) | {' | '.join(cells)} "
             f"| {show(limit)} | {ratio} | {own['us_median'] / limit:.2f} |"
         )
-    versions = record["versions"]
-    named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "jax") if name in versions)
+    measured = {row["subject"] for row in record["rows"]}
+    peers = [f"{how} ({record['versions'].get(package, '?')})" for package, how in HOW.items()
+             if measured & set(PEERS[package])]  # fmt: skip
+    absent = [package for package in PEERS if not measured & set(PEERS[package])]
     lines += [
         "",
-        f"µs a training step on one {record['device']} (driver {record['driver']}, {named}), {record['date'][:10]}; "
-        "bf16 products, float32 master weights, Adam, mean squared error, rows resident on the GPU. PyTorch: the "
-        "better of a CUDA graph and a compiled one; JAX: `jit` of a `lax.scan`. limit: operations ÷ 790 TFLOP/s or "
-        "bytes ÷ 4.3 TB/s.",
+        f"µs a training step on one {record['device']} (driver {record['driver']}), {record['date'][:10]}; bf16 "
+        "products, float32 master weights, Adam, mean squared error, rows resident on the GPU. "
+        + "; ".join(peers)
+        + (f"; not measured in this run: {', '.join(absent)}" if absent else "")
+        + ". limit: operations ÷ 790 TFLOP/s or bytes ÷ 4.3 TB/s, the larger.",
     ]
     return "\n".join(lines)
 
@@ -74,6 +78,8 @@ def chart(record: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
     series = {"limit": None, "distmlp": ("distmlp",), **PEERS}
     for place, (label, subjects) in enumerate(series.items()):
+        if subjects and not any(best(record, name, subjects) for name in names):
+            continue
         heights = []
         for name in names:
             row = best(record, name, subjects) if subjects else None
