@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import h5py
 import numpy as np
@@ -23,11 +24,14 @@ class PredictionWriter:
         """A file `path` for an array of `shape`; refused where it would replace one of `sources`."""
         self._path = path
         self._file: h5py.File | None = None
+        self._handle: BinaryIO | None = None
         self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
             check_replaceable(path, sources)
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = h5py.File(self._temporary, "x", locking=False)
+            # A file of our own: HDF5 would lock one that it opens, if HDF5_USE_FILE_LOCKING says so.
+            self._handle = open(self._temporary, "x+b")  # noqa: SIM115 - closed by `finish` or `close`
+            self._file = h5py.File(self._handle, "w")
             self._dataset = self._file.create_dataset("predictions", shape, np.float32)
         except OSError as error:
             raise self._fault(error) from None
@@ -42,10 +46,11 @@ class PredictionWriter:
     def finish(self) -> None:
         """Give the file its name."""
         try:
-            if self._file is not None:
+            if self._file is not None and self._handle is not None:
                 self._file.close()
-            with open(self._temporary, "rb") as file:
-                os.fsync(file.fileno())
+                self._handle.flush()
+                os.fsync(self._handle.fileno())
+                self._handle.close()
             os.replace(self._temporary, self._path)
         except (OSError, RuntimeError) as error:
             raise self._fault(error) from None
@@ -55,6 +60,9 @@ class PredictionWriter:
         with suppress(OSError, RuntimeError):
             if self._file is not None:
                 self._file.close()
+        with suppress(OSError):
+            if self._handle is not None:
+                self._handle.close()
         with suppress(OSError):
             self._temporary.unlink()
 

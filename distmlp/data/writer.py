@@ -111,7 +111,8 @@ class ShardWriter:
 
     def _write(self, temporary: Path) -> None:
         offsets = {}
-        with h5py.File(temporary, "x", locking=False) as file:
+        # A file of our own: HDF5 would lock one that it opens, if HDF5_USE_FILE_LOCKING says so.
+        with open(temporary, "x+b") as handle, h5py.File(handle, "w") as file:
             for name, column in self._columns.items():
                 plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
                 plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
