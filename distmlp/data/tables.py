@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distmlp.data.shards import Rows
-from distmlp.errors import DataError
+from distmlp.errors import ConfigError, DataError
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
 
@@ -67,7 +67,7 @@ class Table:
         try:
             return float(self.selection.missing)
         except ValueError:
-            raise DataError(f'--missing {self.selection.missing}: expected "drop" or a number') from None
+            raise ConfigError(f'--missing {self.selection.missing}: expected "drop" or a number') from None
 
     def _columns(self, names: str) -> list[int]:
         if names in ("", "none"):
@@ -79,7 +79,7 @@ class Table:
             return self.names.index(name)
         if name.lstrip("-").isdigit() and -len(self.names) <= int(name) < len(self.names):
             return int(name) % len(self.names)
-        raise DataError(f"{self.where}: no column `{name}`; it has {self._shown()}")
+        raise DataError(f"{self.where}: no column `{name}`; it has {self._shown()} (numbers count from 0)")
 
     def _shown(self) -> str:
         shown = ", ".join(self.names[:20])

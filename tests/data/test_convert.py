@@ -91,7 +91,6 @@ def test_missing_values(tmp_path):
         ("a,a\n1,2\n", {}, "two columns are called `a`"),
         ("a\n1\n", {}, "no column is left for the inputs"),
         ("a,b\n1,2.5\n", {"labels": True}, "class label 2.5 is not a whole number"),
-        ("a,b\n1,2\n", {"missing": "zero"}, 'expected "drop" or a number'),
         ('a,b\n1,"2\n', {}, "quotation mark is never closed"),
         ("", {}, "is empty"),
         ("a,b\n", {}, "no row came out"),
@@ -101,6 +100,11 @@ def test_bad_tables(tmp_path, text, selection, message):
     with pytest.raises(DataError, match=message):
         convert([csv(tmp_path, text)], tmp_path / "o.h5", selection=Selection(**selection))
     assert not list(tmp_path.glob("o*"))
+
+
+def test_a_bad_option_is_no_bad_table(tmp_path):
+    with pytest.raises(ConfigError, match='--missing zero: expected "drop" or a number'):
+        convert([csv(tmp_path, "a,b\n1,2\n")], tmp_path / "o.h5", selection=Selection(missing="zero"))
 
 
 def test_lines_are_numbered_over_blocks(tmp_path):
