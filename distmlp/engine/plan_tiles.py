@@ -139,11 +139,13 @@ def choose_gradient_tile(
         task = _GRADIENT_TILE + -(-stages // splits) * a_stage + _UPDATE * results
         return -(-tiles * splits // blocks) * (task + (_HAND_OVER * results if splits > 1 else 0.0))
 
-    # Results of more than 128 columns would not stay in registers while splits are added up, and spill when updated.
+    # Results of more than 128 columns spill when they are updated, which slows the other phases down too (mid1024-8k:
+    # 700 µs a step, 667 without), and would not stay in registers while splits are added up.
+    deep = rows >= 4096 and all(min(layer) >= 2048 for layer in layers)
     candidates = [
         (shape, splits)
         for shape in shapes
         for splits in range(1, 33)
-        if (splits == 1 or rows >= splits * 2 * shape.k) and (shape.n <= 128 or (splits == 1 and rows >= 4096))
+        if (splits == 1 or rows >= splits * 2 * shape.k) and (shape.n <= 128 or (splits == 1 and deep))
     ]
     return min(candidates, key=lambda candidate: clocks(*candidate))
