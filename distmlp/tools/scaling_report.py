@@ -22,7 +22,7 @@ def require_packages() -> None:
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
         raise SystemUnfitError(
-            f"scaling: the report needs {' and '.join(missing)}; pip install 'distmlp[report]' brings {'them' if missing[1:] else 'it'}"
+            f"scaling: the report needs {' and '.join(missing)}, which pip install 'distmlp[report]' brings"
         )
 
 
