@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
 from distmlp.comm.hints import read_launch
+
+# A job in the background of a script ignores Ctrl-C and its children inherit that: then no shell could trap it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _launch = read_launch()
 RANKS = _launch.size or 1 if _launch is not None and _launch.live else 1

@@ -95,7 +95,7 @@ def compound(file):
 def unknown_filter(file):
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_chunk((4, 3))
-    plist.set_filter(32001, h5py.h5z.FLAG_OPTIONAL, (2, 2, 4, 48))
+    plist.set_filter(40001, h5py.h5z.FLAG_OPTIONAL, (2, 2, 4, 48))
     space, kind = h5py.h5s.create_simple((8, 3)), h5py.h5t.py_create(np.dtype("f4"))
     dataset = h5py.h5d.create(file.id, b"inputs", kind, space, plist)
     for start in (0, 4):
@@ -146,7 +146,7 @@ BAD = {
     "weight rows": (vary(w=np.ones(9)), ["`w` has 9"]),
     "weight width": (vary(w=np.ones((8, 2))), ["expected one weight a row"]),
     "width": (vary(inputs=X[:, :2]), ["2 numbers a row, but the network takes 3"]),
-    "filter": (vary(inputs=unknown_filter), ["filter 32001", "hdf5plugin"]),
+    "filter": (vary(inputs=unknown_filter), ["filter 40001", "hdf5plugin"]),
     "external link": (vary(inputs=lambda f: f.update(inputs=h5py.ExternalLink("o.h5", "/x"))), ["another file (o.h5)"]),
     "external storage": (vary(inputs=external_storage), ["external storage"]),
     "virtual": (vary(inputs=virtual), ["is virtual"]),
