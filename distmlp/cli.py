@@ -50,6 +50,13 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove an earlier run's results first.")] = False,
 ) -> int:
     """Train a network; under mpirun or srun, on all ranks."""
+    from distmlp.comm.signals import StopRequest
+
+    with StopRequest(announced=True):  # one that comes while all is being opened must not kill the job unsaved
+        return _train(run, set_, output, resume, overwrite)
+
+
+def _train(run: Path, set_: list[str], output: str | None, resume: bool, overwrite: bool) -> int:
     from distmlp.comm.world import open_world
     from distmlp.config import RunConfig
     from distmlp.training import train as run_training

@@ -32,9 +32,15 @@ class StopRequest:
     Python runs handlers between instructions of the main thread, which may be inside MPI, waiting for a rank
     that never comes. So the signals' numbers go down a pipe, written by the C part of Python's handling, and a
     thread acts on them.
+
+    `announced` alone: only signals that batch systems send, for the time before training; a Ctrl-C ends that at once.
+    What was requested of one is taken over by one that is installed inside it.
     """
 
-    def __init__(self) -> None:
+    _outer: StopRequest | None = None  # the one installed, if any
+
+    def __init__(self, announced: bool = False) -> None:
+        self._signals = tuple(number for number in SIGNALS if not (announced and number == signal.SIGINT))
         self.requested = False
         self.name = ""  # of the first signal, such as "SIGTERM"
         self._first = 0.0
@@ -44,13 +50,16 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is not threading.main_thread():  # elsewhere Python refuses handlers
             return self
+        self._before, StopRequest._outer = StopRequest._outer, self
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._previous_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in SIGNALS:
+        for number in self._signals:
             self._previous[number] = signal.signal(number, _ignore)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
+        if self._before is not None and self._before.requested:
+            self.name, self._first, self.requested = self._before.name, self._before._first, True
         return self
 
     def __exit__(
@@ -58,6 +67,7 @@ class StopRequest:
     ) -> None:
         if self._thread is None:
             return
+        StopRequest._outer = self._before
         for number, handler in self._previous.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         signal.set_wakeup_fd(self._previous_wakeup)
@@ -72,7 +82,7 @@ class StopRequest:
             for number in numbers:
                 if number == 0:
                     return
-                if number in SIGNALS:  # others belong to somebody else
+                if number in self._signals:  # others belong to somebody else
                     self._take(number)
 
     def _take(self, number: int) -> None:

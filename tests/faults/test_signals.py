@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults.faults import RunningJob, injection, train_command, wait_for
 from tests.faults.problem import losses, make_problem, newest_step, sha256, train
-from tests.launching import mpirun_make
+from tests.launching import mpirun_make, run_python
 
 STEPS = 160
 STOP_SECONDS = 10.0
@@ -160,3 +160,30 @@ def test_single_process_stops_with_a_checkpoint(tmp_path, number):
     done = job.end(STOP_SECONDS)
     assert done.returncode == 75, done.stderr
     assert newest_step(output) >= 40
+
+
+EARLY = """
+import os, sys
+from distmlp import config
+from distmlp.__main__ import main
+
+load = config.RunConfig.load.__func__
+
+def signalled(*arguments):
+    if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "1")) == "1":
+        os.kill(os.getpid(), int(os.environ["EARLY_SIGNAL"]))
+    return load(*arguments)
+
+config.RunConfig.load = classmethod(signalled)
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 0), (signal.SIGUSR1, 2)])
+def test_signal_before_the_first_step_is_kept_for_it(tmp_path, number, ranks):
+    """A batch system may announce the end of a job that is still being opened: it must be requeued, not fail."""
+    make_problem(tmp_path, steps=STEPS, log_every=20, checkpoint_every="80 steps")
+    environment = {"EARLY_SIGNAL": str(int(number))}
+    done = run_python(ranks, EARLY, "train", "run.toml", cwd=tmp_path, env=environment)
+    assert done.returncode == 75, done.stderr
+    assert newest_step(tmp_path / "run") == 1
