@@ -103,6 +103,10 @@ def _end_of_file(head: bytes) -> int | None:
     return int(addresses[2])
 
 
+# Launchers send them to the whole process group; what they mean for the job is up to this process.
+_NOT_FOR_THE_CHILD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
 def _probe(paths: Sequence[str], datasets: dict[str, str]) -> Iterator[Inspected]:
     """Answers of one child, in order; where it dies, the file it died on is the culprit and the last."""
     read_end, write_end = os.pipe()
@@ -114,7 +118,9 @@ def _probe(paths: Sequence[str], datasets: dict[str, str]) -> Iterator[Inspected
     ]
     # posix_spawn, not fork: with MPI running, a forked copy of this process is not safe.
     try:
-        child = os.posix_spawn(sys.executable, arguments, _environment(), file_actions=actions)
+        child = os.posix_spawn(
+            sys.executable, arguments, _environment(), file_actions=actions, setsigmask=_NOT_FOR_THE_CHILD
+        )
     except OSError as error:
         os.close(read_end)
         os.close(request_write)

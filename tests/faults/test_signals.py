@@ -167,6 +167,16 @@ import os, sys
 from distmlp import config
 from distmlp.__main__ import main
 
+if os.environ.get("TO_CHILD"):  # the signal goes to a child's process too, as launchers send it to a whole group
+    spawn = os.posix_spawn
+
+    def signalled_child(*arguments, **more):
+        child = spawn(*arguments, **more)
+        os.kill(child, int(os.environ["EARLY_SIGNAL"]))
+        return child
+
+    os.posix_spawn = signalled_child
+
 load = config.RunConfig.load.__func__
 
 def signalled(*arguments):
@@ -183,7 +193,7 @@ main()
 def test_signal_before_the_first_step_is_kept_for_it(tmp_path, number, ranks):
     """A batch system may announce the end of a job that is still being opened: it must be requeued, not fail."""
     make_problem(tmp_path, steps=STEPS, log_every=20, checkpoint_every="80 steps")
-    environment = {"EARLY_SIGNAL": str(int(number))}
+    environment = {"EARLY_SIGNAL": str(int(number)), "TO_CHILD": "1"}
     done = run_python(ranks, EARLY, "train", "run.toml", cwd=tmp_path, env=environment)
     assert done.returncode == 75, done.stderr
     assert newest_step(tmp_path / "run") == 1
