@@ -43,8 +43,10 @@ class DeviceProbe:
     def __init__(self, command: Sequence[str] = (sys.executable, "-m", __spec__.name)) -> None:
         self._found: Probe | None = None
         self._child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_alone(os.environ)
-        )
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env=_alone(os.environ),
+            process_group=0,  # a signal to all of the job asks it to stop; it must not cost the trial its answer
+        )  # fmt: skip
 
     def result(self, seconds: float = SECONDS) -> Probe:
         """Wait for the child and read what it found, the first time; a child that hangs is killed."""

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from distmlp.comm.hints import rank_hint, read_launch
-from distmlp.errors import AgreedError, DistmlpError, SystemUnfitError
+from distmlp.errors import AgreedError, DistmlpError, StoppedError, SystemUnfitError
 from distmlp.streams import guard_streams
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def report(error: BaseException) -> NoReturn:
     """Print `error` once for the job and end every rank with its exit code."""
     if isinstance(error, AgreedError):
         if _rank() == 0:
-            tell(f"distmlp: error: {error}")
+            tell(_worded((error.exit_code, str(error)), ""))
         leave(error.exit_code)
     fault = _fault(error)
     world = _join(fault)
@@ -160,7 +160,8 @@ def _worded(fault: tuple[int, str], where: str) -> str:
     code, text = fault
     if code == 1:
         return f"{where}:\n{text}" if where else text
-    return f"distmlp: error: {text}" + (f" [{where}]" if where else "")
+    kind = "" if code == StoppedError.exit_code else "error: "  # a run that stopped as told is no error
+    return f"distmlp: {kind}{text}" + (f" [{where}]" if where else "")
 
 
 def _current() -> World | None:

@@ -49,7 +49,7 @@ ALL = "0,1,2"
         ("agreed", "0,2", 3, "distmlp: error: bad file [ranks 0, 2 on "),
         ("fault before MPI", ALL, 2, "distmlp: error: bad key\n"),
         pytest.param("fault before MPI", "2", 2, "distmlp: error: bad key [rank 2 on host ", marks=pytest.mark.full),
-        ("stopped", ALL, 75, "distmlp: error: saved\n"),
+        ("stopped", ALL, 75, "distmlp: saved\n"),
         pytest.param("usage", ALL, 2, "usage: ...\n", marks=pytest.mark.full),
         ("code", ALL, 5, ""),
         ("interrupt", "1", 130, "distmlp: error: interrupted [rank 1"),
