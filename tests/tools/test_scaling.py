@@ -252,7 +252,7 @@ def test_packages_for_the_report_are_asked_for_before_the_sweep(real_run, tmp_pa
         "importlib.util.find_spec",
         lambda name, found=importlib.util.find_spec: None if name == "jinja2" else found(name),
     )
-    with pytest.raises(SystemUnfitError, match=r"needs jinja2; pip install 'distmlp\[report\]'"):
+    with pytest.raises(SystemUnfitError, match=r"needs jinja2, which pip install 'distmlp\[report\]'"):
         run_scaling(real_run, "1", "weak", tmp_path / "out", steps=8)
     assert not (tmp_path / "out").exists()
 
