@@ -175,7 +175,7 @@ class Run:
             rows=job.shards.rows,
             epoch_loss=self.epoch_loss.total,
             epoch_weight=self.epoch_loss.weight,
-            versions=outputs.versions(mpi=job.world.library),
+            versions=outputs.versions(mpi=job.world.mpi_version),
             history=job.start.history,
         )
         job.world.agree(lambda: self._write(checkpoint), "saving")
@@ -221,7 +221,7 @@ class Run:
             samples_per_second=self.throughput.samples_per_second,
             weights_sha256=job.network.sha256(self.state.parameters),
             transfers=job.engine.transfers(),
-            versions=outputs.versions(mpi=job.world.library),
+            versions=outputs.versions(mpi=job.world.mpi_version),
             devices=getattr(job.engine, "devices", []),
             skipped=self.skipped,
         )

@@ -10,7 +10,7 @@ class LoneWorld:
     """Rank `rank` of `size`; the other ranks gather `others` and agree to everything."""
 
     def __init__(self, rank: int = 0, size: int = 1, others: list[Any] | None = None) -> None:
-        self.rank, self.size, self.hosts, self.library = rank, size, ("here",), ""
+        self.rank, self.size, self.hosts, self.mpi_version = rank, size, ("here",), ""
         self._others = others if others is not None else [[]] * (size - 1)
 
     def agree(self, function: Callable[[], Any], what: str = "") -> Any:

@@ -29,7 +29,7 @@ class Facts:
     engine: str  # fused or reference
     size: int
     hosts: int
-    library: str = ""  # the MPI library's version string
+    mpi_version: str = ""  # the MPI library's version string
     make: str = ""
     device_mpi: Probe = Probe(False, "not tried")
     peer: str = ""  # why the ranks of a host cannot reach each other's GPU memory; "" if they can
@@ -90,7 +90,8 @@ def obstacle(transport: str, facts: Facts) -> str:
         return "ranks share a GPU, which NCCL refuses" if facts.shared_gpu else facts.nccl
     if transport == "mpi" and not facts.device_mpi.works:
         return (
-            f"the MPI library is not CUDA-aware ({facts.device_mpi.reason}): {facts.library}; {device_hint(facts.make)}"
+            f"the MPI library is not CUDA-aware ({facts.device_mpi.reason}): {facts.mpi_version}; "
+            f"{device_hint(facts.make)}"
         )
     return ""
 

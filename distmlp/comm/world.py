@@ -37,7 +37,7 @@ class World:
         self._communicator = communicator
         self.waiting = ""  # the collective this rank is inside of, and how many it has left: the watchdog looks here
         self.collectives = 0
-        self.library = library  # the MPI library's version string, "" without MPI
+        self.mpi_version = library  # the MPI library's version string, "" without MPI
         self.rank: int = communicator.rank if communicator is not None else 0
         self.size: int = communicator.size if communicator is not None else 1
         self.host = socket.gethostname()

@@ -94,7 +94,7 @@ def _fastest_by_mpi(state: DeviceState, gpu: Gpu, world: World) -> tuple[Sum, st
 
         def refuse() -> None:
             raise SystemUnfitError(
-                f"MPI all-reduces of GPU memory go wrong here ({reasons}): {world.library}; use "
+                f"MPI all-reduces of GPU memory go wrong here ({reasons}): {world.mpi_version}; use "
                 "--set run.transport=nccl or staged, and let `distmlp doctor` look at the GPUs' access to each other"
             )
 

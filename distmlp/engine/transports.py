@@ -30,7 +30,7 @@ def find_facts(wanted: str, world: World, shared_gpu: bool) -> Facts:
         tried = world.device_probe.result()
     found = world.all_gather((tried, _nccl_obstacle()))
     return Facts(
-        "fused", world.size, len(world.hosts), world.library, library_make(world.library),
+        "fused", world.size, len(world.hosts), world.mpi_version, library_make(world.mpi_version),
         device_mpi=agreed_probe([probe for probe, _ in found]),
         nccl=next((obstacle for _, obstacle in found if obstacle), ""),
         shared_gpu=shared_gpu,

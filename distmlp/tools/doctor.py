@@ -63,7 +63,7 @@ def transport_facts(facts: dict[str, Any], engine: str, hosts: int) -> Facts:
         engine=engine,
         size=hosts * max(2, len(gpu.get("devices", []))),
         hosts=hosts,
-        library=mpi["library"].get("library", ""),
+        mpi_version=mpi["library"].get("library", ""),
         make=mpi["library"].get("make", ""),
         device_mpi=Probe(**mpi["device"]),
         peer="" if reached else "some GPUs here do not reach each other's memory",

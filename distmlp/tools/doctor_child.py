@@ -148,7 +148,7 @@ def describe_ranks() -> dict[str, Any]:
     from distmlp.comm.world import open_world
 
     world = open_world()
-    return {"size": world.size, "library": world.library, "hosts": list(world.hosts)} if world.rank == 0 else {}
+    return {"size": world.size, "library": world.mpi_version, "hosts": list(world.hosts)} if world.rank == 0 else {}
 
 
 SUBJECTS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -18,7 +18,7 @@ from typing import Any
 from distmlp import __version__
 from distmlp.comm.device_probe import DeviceProbe
 from distmlp.comm.hints import Launch, read_launch
-from distmlp.data.library import describe_library
+from distmlp.data.hdf5_facts import describe_library
 from distmlp.tools.launcher import find_mpirun, make_of
 
 CHILD_SECONDS = 30

@@ -14,7 +14,7 @@ from distmlp.errors import AgreedError, ConfigError, DataError
 def test_single_process_loads_no_mpi():
     script = (
         "import sys; from distmlp.comm.world import open_world; w = open_world(); "
-        "print(w.size, w.rank, w.local_rank, w.hosts == (w.host,), w.library == '', 'mpi4py' in sys.modules)"
+        "print(w.size, w.rank, w.local_rank, w.hosts == (w.host,), w.mpi_version == '', 'mpi4py' in sys.modules)"
     )
     assert run_python(0, script).stdout.split() == ["1", "0", "0", "True", "True", "False"]
 
@@ -48,7 +48,7 @@ def test_ranks_hosts_and_local_ranks_are_consistent():
     assert world.all_gather(world.rank) == list(range(world.size))
     assert len(world.hosts) == 1
     assert (world.local_rank, world.local_size) == (world.rank, world.size)
-    assert world.library
+    assert world.mpi_version
 
 
 @pytest.mark.mpi

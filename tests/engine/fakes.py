@@ -32,7 +32,7 @@ class FakeWorld:
     rank: int = 0
     calls: list[str] = field(default_factory=list)
     hosts: tuple[str, ...] = ("host",)
-    library: str = ""
+    mpi_version: str = ""
     device_probe: Any = None
 
     @property

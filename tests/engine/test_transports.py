@@ -69,7 +69,7 @@ def opened(
     monkeypatch.setattr(transports, "_nccl_obstacle", lambda: nccl)
 
     def body(world: FakeWorld) -> tuple[Engine, str, Child]:
-        world.library = LIBRARY
+        world.mpi_version = LIBRARY
         child = Child(probe or AWARE)
         world.device_probe = child if world.rank == 0 and probe else None
         return *select.open_engine(config, NETWORK, world, feed, Standardization()), child

@@ -49,7 +49,7 @@ def main() -> int:
     choice = world.agree(lambda: choose_transport(transport, facts))
     report: dict[str, Any] = {
         "transport": choice.transport,
-        "library": world.library,
+        "library": world.mpi_version,
         "gpus": len({seat.gpu.uuid for seat in binding.seats}),
         "device_mpi": facts.device_mpi.reason,
         "training": [train(world, choice.transport, case) for case in CASES],
