@@ -16,8 +16,8 @@ TOP_LEVEL = {
     "CHANGELOG.md", "LICENSE", "README.md", "datasets", "distmlp", "launch", "pyproject.toml", "slurm", "tests",
 }  # fmt: skip
 MOST_LINES = 400  # not counting empty ones
-# Paths of a particular machine, and hosts that a clone elsewhere may not reach or should not need.
-FOREIGN = re.compile(r"/work/|/farm/|/root/|/home/\w|\bpypi\.org|pythonhosted|deb\.debian|npmjs", re.IGNORECASE)
+# Home directories of a particular machine, and hosts that a clone elsewhere may not reach or should not need.
+FOREIGN = re.compile(r"/root/|/home/\w|https?://[\w.]*(pypi|debian|npm)", re.IGNORECASE)
 
 
 def tracked() -> list[Path]:
