@@ -8,7 +8,7 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from distmlp.engine.plan import Buffer, aligned
+from distmlp.engine.plan_task import Buffer, aligned
 from distmlp.errors import SystemUnfitError
 
 _runtime = cupy.cuda.runtime

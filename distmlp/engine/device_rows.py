@@ -13,7 +13,7 @@ from distmlp.engine import layout
 from distmlp.engine.affine import Affine
 from distmlp.engine.device_memory import Arena, Ledger, pinned
 from distmlp.engine.module import Module
-from distmlp.engine.plan import Buffer
+from distmlp.engine.plan_task import Buffer
 from distmlp.order import Order
 
 if TYPE_CHECKING:

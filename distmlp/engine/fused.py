@@ -18,8 +18,9 @@ from distmlp.engine.backprop import Layers
 from distmlp.engine.device_memory import Ledger, pinned
 from distmlp.engine.device_rows import INDEX_ROWS, OwnRows, ResidentRows, StreamedRows, fits_device, raw_type
 from distmlp.engine.fused_state import DeviceState, check_capability, describe_device
-from distmlp.engine.optimizers import slot_names
-from distmlp.engine.plan import MAX_STEPS, Device, Plan, Task, make_plan
+from distmlp.engine.optimizers import needs_norm, slot_names
+from distmlp.engine.plan import MAX_STEPS, Plan, make_plan
+from distmlp.engine.plan_task import Device, Task
 from distmlp.engine.reduction import Reduction, open_reduction
 from distmlp.engine.rows import RowPasses
 from distmlp.errors import DistmlpError, SystemUnfitError
@@ -37,7 +38,7 @@ LAUNCH_SECONDS = 0.25  # a launch should not take longer: stop requests are look
 class FusedEngine:
     """`Engine` on one GPU a rank. `feed` may be None for an engine that only predicts and evaluates.
 
-    `narrow` False keeps to the wide regime and `poison` fills fresh device memory with that byte: both for tests.
+    `kernel` is as for `make_plan`, and `poison` fills fresh device memory with that byte: both for tests.
     """
 
     name = "fused"
@@ -52,7 +53,7 @@ class FusedEngine:
         feed: Feed | None,
         standardization: Standardization,
         stop: Callable[[], bool] = lambda: False,
-        narrow: bool = True,
+        kernel: str = "auto",
         poison: int | None = None,
     ) -> None:
         self._config, self._network, self._world, self._feed, self._stop = config, network, world, feed, stop
@@ -67,8 +68,9 @@ class FusedEngine:
             network, own.largest_batch if own else 1, config.run.precision, config.model.loss, labels,
             sample is not None and sample.weights is not None, slot_names(config.optimizer.name),
             config.run.ema_decay > 0, world.size, "f4" if sample is None else raw_type(sample),
+            needs_norm(config.optimizer),
         )  # fmt: skip
-        self.plan: Plan = make_plan(task, device, narrow)
+        self.plan: Plan = make_plan(task, device, kernel)
         self.precision: str = config.run.precision if device.has_tensor_cores else "fp32"
         self._state = DeviceState(config, self.plan, standardization, self._ledger, poison)
         self._own = own
@@ -81,7 +83,7 @@ class FusedEngine:
         self._before = pinned(layout.STEP_RESULT.itemsize).view(layout.STEP_RESULT)  # what came of the step before
         self._passes = _DevicePasses(self._state, config, network, standardization)
         self._launch_steps = 16
-        self.reason = f"GPU {device.name}, {self.plan.regime} kernel, {self.precision} products"
+        self.reason = f"GPU {device.name}, {self.plan.kernel} kernel, {self.precision} products"
 
     def _place_rows(self, feed: Feed, own: OwnRows, sample: Rows, targets: Affine) -> ResidentRows | StreamedRows:
         wanted = self._config.data.residence

@@ -15,6 +15,7 @@ from distmlp.engine.device_memory import Arena, Ledger
 from distmlp.engine.module import Kernel, Module
 from distmlp.engine.optimizers import slot_names
 from distmlp.engine.plan import SLOT_BUFFERS, THREADS, Plan
+from distmlp.engine.plan_task import SpecialPlan
 from distmlp.errors import SystemUnfitError
 
 
@@ -32,11 +33,11 @@ class DeviceState:
         self._module = self._modules[0]
         self._check_sizes()
         blocks, shared = plan.blocks, plan.shared_bytes
-        self._narrow_arguments: tuple[np.uint64, ...] = ()
-        if plan.narrow is None:
+        self._special_arguments: tuple[np.uint64, ...] = ()
+        if plan.special is None:
             self._train = self._module.kernel("train_steps", blocks, THREADS, shared, grid_wide=True)
         else:
-            self._train = self._narrow_kernel()
+            self._train = self._special_kernel(plan.special)
         self._forward_rows = self._module.kernel("forward_rows", blocks, THREADS, shared, grid_wide=True)
         self._pack_weights = self._module.kernel("pack_weights", 2 * blocks, THREADS)
         self._constants = self._engine_structure(standardization)
@@ -45,14 +46,10 @@ class DeviceState:
             module.write_constant("ENGINE", self._constants)
         self._packed_from = ""  # the flat buffer whose weights the copies hold
 
-    def _narrow_kernel(self) -> Kernel:
-        narrow = self.plan.narrow
-        assert narrow is not None
-        self._narrow_arguments = (
-            np.uint64(self.arena.address("narrow_partials")), np.uint64(self.arena.address("narrow_image"))
-        )  # fmt: skip
+    def _special_kernel(self, special: SpecialPlan) -> Kernel:
+        self._special_arguments = tuple(np.uint64(self.arena.address(buffer.name)) for buffer in special.buffers())
         return self._modules[1].kernel(
-            "narrow_steps", narrow.blocks, narrow.threads, narrow.shared_bytes, grid_wide=True
+            special.entry, special.blocks, special.threads, special.shared_bytes, grid_wide=True
         )
 
     def train_steps(self, rows: Sequence[np.uint64], begin: int, end: int, apply_first: bool) -> None:
@@ -60,7 +57,7 @@ class DeviceState:
 
         `apply_first`: the gradient buffer holds the reduced gradient of step begin - 1, whose update comes first.
         """
-        self._train(*rows, np.int32(begin), np.int32(end), np.int32(apply_first), *self._narrow_arguments)
+        self._train(*rows, np.int32(begin), np.int32(end), np.int32(apply_first), *self._special_arguments)
 
     def _check_sizes(self) -> None:
         sizes = tuple(int(s) for s in self._module.read_constant("SIZES", 4))
@@ -197,10 +194,8 @@ def specialisations(config: RunConfig, plan: Plan) -> list[tuple[str, dict[str, 
         **plan.gradient_tile.macros("GRADIENT"),
     }
     parts = [("wide.cu", {**macros, **wide})]
-    if plan.narrow is not None:
-        needs_norm = config.optimizer.name == "lamb" or config.optimizer.clip_norm > 0
-        direct = not needs_norm and plan.task.ranks == 1
-        parts.append(("narrow.cu", {**macros, **plan.narrow.macros(), "NARROW_DIRECT": str(int(direct))}))
+    if plan.special is not None:
+        parts.append((plan.special.source, {**macros, **plan.special.macros()}))
     return parts
 
 

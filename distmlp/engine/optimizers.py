@@ -118,6 +118,11 @@ def slot_names(optimizer: str) -> tuple[str, ...]:
     return _RULES[optimizer][1]
 
 
+def needs_norm(config: OptimizerConfig) -> bool:
+    """Whether an update has to wait for a norm over all parameters or a tensor."""
+    return config.name == "lamb" or config.clip_norm > 0
+
+
 class Optimizer:
     """The rule of one configuration; also clips the gradient and keeps the average of the weights."""
 

@@ -6,53 +6,23 @@ kernels/tile.cuh computes again are compared when a module is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from distmlp.engine.plan_narrow import NarrowPlan, plan_narrow
+from distmlp.engine.plan_narrow import plan_narrow
+from distmlp.engine.plan_task import Buffer, Device, SpecialPlan, Task, aligned
 from distmlp.engine.plan_tiles import STATIC_BYTES, TileShape, choose_gradient_tile, choose_tile, shapes_for
 from distmlp.engine.tally import TALLY
 from distmlp.errors import SystemUnfitError
-from distmlp.network import Network
 
 THREADS = 256
 LOSS_ROWS = 32  # rows of a softmax task, as in wide.cu
 EVALUATION_ROWS = 1024  # rows that prediction and evaluation take at a time
 SLOT_BUFFERS = {"momentum": "first_slot", "first_moment": "first_slot", "second_moment": "second_slot"}
+GENERAL = "wide"  # the kernel that takes any network
+PLANNERS: dict[str, Callable[[Task, Device], SpecialPlan | None]] = {"narrow": plan_narrow}  # in the order of asking
 MAX_STEPS = 1024  # of one call: entries of the step table and the loss ring
-
-
-@dataclass(frozen=True)
-class Device:
-    """What a plan needs to know of a GPU."""
-
-    name: str
-    capability: int  # × 10
-    multiprocessors: int
-    shared_bytes: int  # a block may ask for
-    memory_bytes: int  # free
-
-    @property
-    def has_tensor_cores(self) -> bool:
-        """For TF32 and bfloat16."""
-        return self.capability >= 80
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is computed, as far as the layout depends on it."""
-
-    network: Network
-    rows: int  # largest batch of this rank
-    precision: str
-    loss: str
-    labels: bool
-    weights: bool
-    slots: tuple[str, ...]  # of the optimizer
-    ema: bool
-    ranks: int
-    raw_type: str = "f4"  # of the training inputs: kind and bytes
 
 
 @dataclass(frozen=True)
@@ -69,15 +39,6 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
-class Buffer:
-    """A named piece of the one allocation. `zeroed`: must hold zeros before the first step."""
-
-    name: str
-    size_bytes: int
-    zeroed: bool = False
-
-
-@dataclass(frozen=True)
 class Plan:
     """The layout. `str(plan)` is what `inspect`-like tools print."""
 
@@ -91,12 +52,18 @@ class Plan:
     blocks: int
     rows: int  # that the buffers hold
     layers: tuple[LayerPlan, ...]
-    narrow: NarrowPlan | None = None
+    special: SpecialPlan | None = None  # instead of the general kernel
     buffers: tuple[Buffer, ...] = field(default=(), repr=False)
 
     @property
     def regime(self) -> str:
-        return "narrow" if self.narrow else "wide"
+        """ "narrow" or "wide", as benchmark records have it."""
+        return self.special.path if self.special else "wide"
+
+    @property
+    def kernel(self) -> str:
+        """Name of the training kernel."""
+        return self.special.name if self.special else GENERAL
 
     @property
     def element_bytes(self) -> int:
@@ -118,26 +85,28 @@ class Plan:
     def __str__(self) -> str:
         widths = "-".join(map(str, self.task.network.widths))
         lines = [
-            f"{widths} batch {self.task.rows} {self.task.precision} on {self.device.name}: {self.regime}",
+            f"{widths} batch {self.task.rows} {self.task.precision} on {self.device.name}: {self.kernel}",
             f"  {self.product} tiles {self.tile}, output {self.output_tile}, gradients {self.gradient_tile}",
             f"  {self.blocks} blocks of {THREADS} threads, "
             f"{self.shared_bytes:,} of {self.device.shared_bytes:,} shared bytes",
             f"  {self.gradient_tiles} weight-gradient tiles, the batch in {self.layers[0].splits} splits",
             f"  device memory {self.memory_bytes:,} bytes of {self.device.memory_bytes:,}",
         ]
-        if self.narrow:
-            lines.insert(1, f"  narrow: {self.narrow.blocks} blocks of {self.narrow.threads} threads, "
-                            f"{self.narrow.shared_bytes:,} shared bytes")  # fmt: skip
+        if special := self.special:
+            clusters = f" in clusters of {special.cluster}" if special.cluster > 1 else ""
+            lines.insert(1, f"  {special.name} kernel: {special.blocks} blocks of {special.threads} threads{clusters}, "
+                            f"{special.shared_bytes:,} shared bytes")  # fmt: skip
         return "\n".join(lines)
 
 
-def make_plan(task: Task, device: Device, narrow: bool = True) -> Plan:
+def make_plan(task: Task, device: Device, kernel: str = "auto") -> Plan:
     """The layout of `task` on `device`. Raises SystemUnfitError where the device's memory does not suffice.
 
-    `narrow` False keeps to the wide regime.
+    `kernel` "auto" takes the first special kernel that fits, GENERAL none, a special one's name that one if it fits.
     """
     product = "FMA" if task.precision == "fp32" or not device.has_tensor_cores else task.precision.upper()
     network, rows = task.network, max(1, task.rows)
+    special = choose_special(task, device, kernel)
     pairs = [(layer.fan_in, layer.fan_out) for layer in network.layers]
     shapes = shapes_for(product, device.capability, device.shared_bytes)
     multiprocessors = device.multiprocessors
@@ -152,8 +121,8 @@ def make_plan(task: Task, device: Device, narrow: bool = True) -> Plan:
     each = blocks_each(tiles, shared, device)
     plan = Plan(
         task, device, product, *tiles, shared, each * multiprocessors,
-        max(rows, EVALUATION_ROWS), tuple(_layers(pairs, gradient_tile, splits)),
-        _narrow(task, device) if narrow else None,
+        max(special.batch_rows if special else rows, EVALUATION_ROWS), tuple(_layers(pairs, gradient_tile, splits)),
+        special,
     )  # fmt: skip
     plan = replace(plan, buffers=tuple(_buffers(plan)))
     if plan.memory_bytes > device.memory_bytes:
@@ -167,20 +136,18 @@ def make_plan(task: Task, device: Device, narrow: bool = True) -> Plan:
     return plan
 
 
-def _narrow(task: Task, device: Device) -> NarrowPlan | None:
-    if task.precision != "bf16" or not device.has_tensor_cores or task.ranks > 1:
-        return None
-    return plan_narrow(task.network, max(1, task.rows), device.multiprocessors, device.shared_bytes)
+def choose_special(task: Task, device: Device, kernel: str = "auto") -> SpecialPlan | None:
+    """The special kernel's plan for `task`, see `make_plan`."""
+    for name, planner in PLANNERS.items():
+        if kernel in ("auto", name) and (special := planner(task, device)) is not None:
+            return special
+    return None
 
 
 def blocks_each(tiles: Sequence[TileShape], shared: int, device: Device) -> int:
     """Blocks a multiprocessor: two where they fit, so that one computes while the other starts or finishes a tile."""
     small = max(shape.m * shape.n for shape in tiles) <= 64 * 64
     return 2 if small and 2 * (shared + STATIC_BYTES) <= device.shared_bytes else 1
-
-
-def aligned(size: int, to: int) -> int:
-    return -(-size // to) * to
 
 
 def _layers(pairs: list[tuple[int, int]], tile: TileShape, splits: int) -> list[LayerPlan]:
@@ -222,9 +189,8 @@ def _buffers(plan: Plan) -> list[Buffer]:
         buffers.append(Buffer("partial_tiles", plan.gradient_tasks * plan.gradient_tile.m * plan.gradient_tile.n * 4))
     if softmax:
         buffers.append(Buffer("logits", plan.rows * outputs * 4))
-    if plan.narrow:
-        buffers.append(Buffer("narrow_partials", plan.narrow.partial_bytes, zeroed=True))
-        buffers.append(Buffer("narrow_image", plan.narrow.image_bytes, zeroed=True))
+    if plan.special:
+        buffers += plan.special.buffers()
     for parity in range(2):
         buffers.append(Buffer(f"inputs{parity}", plan.rows * plan.layers[0].ld_in * element))
         if task.labels:

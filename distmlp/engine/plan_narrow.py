@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from distmlp.network import Network
+from distmlp.engine.plan_task import Buffer, Device, Task
 
 MAX_WIDTH = 128
 BLOCK_BYTES = 128  # 8 x 8 bfloat16
@@ -53,6 +53,17 @@ class NarrowPlan:
     items: tuple[Item, ...]
     shared_bytes: int
     image_bytes: int  # of all copies
+    direct: bool  # sums, update and publication without the flat gradient
+
+    name, path, source, entry = "narrow", "narrow", "narrow.cu", "narrow_steps"
+    cluster = 1
+    batch_rows = 0
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        return (
+            Buffer("narrow_partials", self.partial_bytes, zeroed=True),
+            Buffer("narrow_image", self.image_bytes, zeroed=True),
+        )
 
     @property
     def threads(self) -> int:
@@ -89,24 +100,25 @@ class NarrowPlan:
             "NARROW_SUMS": str(self.sums),
             "NARROW_ITEMS": items,
             "NARROW_SHARED_BYTES": str(self.shared_bytes),
+            "NARROW_DIRECT": str(int(self.direct)),
         }
 
 
-def plan_narrow(network: Network, rows: int, multiprocessors: int, shared_limit: int) -> NarrowPlan | None:
-    """The launch for at most `rows` rows a step, or None where the network does not fit.
-
-    `shared_limit`: bytes of shared memory a block may ask for.
-    """
-    widths = network.widths
-    if max(widths) > MAX_WIDTH:
+def plan_narrow(task: Task, device: Device) -> NarrowPlan | None:
+    """The launch for `task`, or None where the network does not fit or the products are not bfloat16."""
+    widths, activations = task.network.widths, task.network.activations
+    rows, multiprocessors = max(1, task.rows), device.multiprocessors
+    if task.precision != "bf16" or not device.has_tensor_cores or task.ranks > 1 or max(widths) > MAX_WIDTH:
         return None
     for chains in (2, 1) if rows > 64 * multiprocessors else (1, 2):  # a small batch spreads over more blocks
         shared = _shared_bytes(widths, chains, groups=2)
         items = _share_items(widths, groups=2)
-        if shared <= shared_limit and items is not None:
+        if shared <= device.shared_bytes and items is not None:
             tiles = -(-rows // (64 * chains))
             turns = -(-tiles // multiprocessors)
-            plan = NarrowPlan(widths, network.activations, chains, 2, 0, items, shared, IMAGES * _image_bytes(widths))
+            plan = NarrowPlan(
+                widths, activations, chains, 2, 0, items, shared, IMAGES * _image_bytes(widths), task.updates_directly
+            )
             return replace(plan, blocks=min(multiprocessors, max(-(-tiles // turns), plan.chunks)))
     return None
 

@@ -17,8 +17,9 @@ import pytest
 from engine.fakes import make_config, make_network
 
 from distmlp.engine import compile as compiler
-from distmlp.engine.optimizers import slot_names
-from distmlp.engine.plan import Device, Task, make_plan
+from distmlp.engine.optimizers import needs_norm, slot_names
+from distmlp.engine.plan import make_plan
+from distmlp.engine.plan_task import Device, Task
 from distmlp.errors import SystemUnfitError
 
 try:
@@ -51,8 +52,9 @@ def specialisations(family: str, capability: int) -> list[tuple[str, dict[str, s
     config = make_config(list(widths), model, optimizer={"name": optimizer}, run={"precision": precision})
     labels = config.model.loss == "softmax_cross_entropy"
     task = Task(
-        make_network(config), rows, precision, config.model.loss, labels, False, slot_names(optimizer), False, 1
-    )
+        make_network(config), rows, precision, config.model.loss, labels, False, slot_names(optimizer), False, 1,
+        needs_norm=needs_norm(config.optimizer),
+    )  # fmt: skip
     return of_plan(config, make_plan(task, DEVICES[capability]))
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from distmlp.engine.layout import SIZES
 from distmlp.engine.optimizers import slot_names
-from distmlp.engine.plan import Device, Plan, Task, make_plan
+from distmlp.engine.plan import Plan, make_plan
+from distmlp.engine.plan_task import Device, Task
 from distmlp.engine.plan_tiles import STATIC_BYTES
 from distmlp.errors import SystemUnfitError
 from distmlp.network import Network
@@ -56,9 +57,9 @@ def check(plan: Plan) -> None:
         assert shape.shared_bytes(plan.product) <= plan.shared_bytes
         assert shape.stages >= 2
         assert not shape.warpgroups or device.capability == 90
-    if plan.narrow:
-        assert plan.narrow.shared_bytes <= device.shared_bytes
-        assert plan.narrow.blocks <= device.multiprocessors
+    if plan.special:
+        assert plan.special.shared_bytes <= device.shared_bytes
+        assert plan.special.blocks <= device.multiprocessors
     tiles = 0
     for layer, sizes in zip(network.layers, plan.layers, strict=True):
         assert sizes.first_tile == tiles
@@ -90,7 +91,7 @@ def test_narrow_presets_are_narrow_on_a_hopper_gpu() -> None:
     for preset, (widths, rows) in PRESETS.items():
         plan = make_plan(task(widths, rows), DEVICES["H200"])
         assert plan.regime == ("narrow" if preset.startswith("narrow64") else plan.regime)
-        assert make_plan(task(widths, rows), DEVICES["H200"], narrow=False).regime == "wide"
+        assert make_plan(task(widths, rows), DEVICES["H200"], kernel="wide").regime == "wide"
         if max(widths) > 128:
             assert plan.regime == "wide"
 

@@ -7,10 +7,11 @@ from itertools import pairwise
 import pytest
 
 from distmlp.engine.plan_narrow import CHUNK, MAX_WIDTH, NarrowPlan, plan_narrow
+from distmlp.engine.plan_task import Device, Task
 from distmlp.network import Network
 
-H200 = (132, 232448)
-A100 = (108, 166912)
+H200 = Device("H200", 90, 132, 232448, 1 << 37)
+A100 = Device("A100", 80, 108, 166912, 1 << 36)
 FITTING = [
     (32, 64, 64, 64, 64, 16),
     (1, 1),
@@ -22,20 +23,21 @@ FITTING = [
 ]
 
 
-def plan(widths: tuple[int, ...], rows: int, device: tuple[int, int] = H200) -> NarrowPlan | None:
-    return plan_narrow(Network.build(widths, "relu", "identity"), rows, *device)
+def plan(widths: tuple[int, ...], rows: int, device: Device = H200) -> NarrowPlan | None:
+    network = Network.build(widths, "relu", "identity")
+    return plan_narrow(Task(network, rows, "bf16", "mse", False, False, (), False, 1), device)
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=["H200", "A100"])
 @pytest.mark.parametrize("rows", [1, 1000, 65536])
 @pytest.mark.parametrize("widths", FITTING, ids=str)
-def test_asks_for_no_more_than_there_is(widths: tuple[int, ...], rows: int, device: tuple[int, int]) -> None:
+def test_asks_for_no_more_than_there_is(widths: tuple[int, ...], rows: int, device: Device) -> None:
     found = plan(widths, rows, device)
     if found is None:
         assert device == A100  # a large network may not fit the smaller shared memory
         return
-    assert found.shared_bytes <= device[1]
-    assert 1 <= found.blocks <= device[0]
+    assert found.shared_bytes <= device.shared_bytes
+    assert 1 <= found.blocks <= device.multiprocessors
     assert found.chains <= found.groups
     assert found.threads * found.sums <= 65536  # registers
 

@@ -39,7 +39,7 @@ class Case:
     run: dict[str, Any] = field(default_factory=dict, hash=False)
     residence: str = "device"
     seed: int = 0
-    narrow: bool = False
+    kernel: str = "wide"
     limit: float = 1.0  # times LIMITS
 
     def __str__(self) -> str:
@@ -133,7 +133,7 @@ class Case:
         world = world or FakeWorld()
         feed = MemoryFeed(rows, self.order, world.size, world.rank)
         engine = FusedEngine(
-            self.config, make_network(self.config), world, feed, self.standardization(rows), narrow=self.narrow,
+            self.config, make_network(self.config), world, feed, self.standardization(rows), kernel=self.kernel,
             poison=poison, **options,
         )  # fmt: skip
         if world.size > 1:

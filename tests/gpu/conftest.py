@@ -66,8 +66,9 @@ def kernels(cases: list) -> list[tuple]:
 
     from distmlp.engine.device_rows import OwnRows
     from distmlp.engine.fused_state import describe_device, specialisations
-    from distmlp.engine.optimizers import slot_names
-    from distmlp.engine.plan import Device, Task, make_plan
+    from distmlp.engine.optimizers import needs_norm, slot_names
+    from distmlp.engine.plan import make_plan
+    from distmlp.engine.plan_task import Device, Task
     from distmlp.order import owned_streams
 
     device, jobs = Device(*describe_device()), {}
@@ -76,9 +77,9 @@ def kernels(cases: list) -> list[tuple]:
         largest = OwnRows(case.order, owned_streams(4, ranks, 0)).largest_batch
         task = Task(
             make_network(config), largest, case.precision, case.loss, case.labels, case.weights,
-            slot_names(case.optimizer), False, ranks, case.dtype,
+            slot_names(case.optimizer), False, ranks, case.dtype, needs_norm(config.optimizer),
         )  # fmt: skip
-        for source, macros in specialisations(config, make_plan(task, device, case.narrow)):
+        for source, macros in specialisations(config, make_plan(task, device, case.kernel)):
             jobs[source, *sorted(macros.items())] = (source, macros, device.capability)
     return list(jobs.values())
 

@@ -12,7 +12,7 @@ from gpu.test_steps import check
 
 from distmlp.engine.layout import ACTIVATIONS
 
-BASE = Case(precision="bf16", narrow=True, batch=300, limit=1.5)
+BASE = Case(precision="bf16", kernel="narrow", batch=300, limit=1.5)
 DEEP = BASE.but(widths=(32, 64, 64, 64, 64, 16), activation="relu", optimizer="adam", batch=4096, batches=3)
 SOFTMAX = BASE.but(widths=(20, 40, 10), loss="softmax_cross_entropy")
 KINDS = [
@@ -80,7 +80,7 @@ def test_bits_repeat(case: Case) -> None:
 
 def test_follows_the_wide_kernel() -> None:
     case = CASES[1]
-    narrow, wide = epochs(case.fused(), case, 200), epochs(case.but(narrow=False).fused(), case, 200)
+    narrow, wide = epochs(case.fused(), case, 200), epochs(case.but(kernel="wide").fused(), case, 200)
     assert narrow[-20:].mean() < 0.8 * narrow[:20].mean()
     assert np.abs(narrow / wide - 1).max() < 3e-2
 

@@ -32,7 +32,7 @@ def _cases() -> list:
         Case(widths=(5, 33, 3), batch=40, optimizer="adam", precision="bf16", options={"clip_norm": 0.1}, extra=3),
         Case(widths=(7, 66, 11), batch=300, loss="softmax_cross_entropy", labels=True, precision="tf32", extra=3),
         Case(widths=(5, 17, 9), batch=40, optimizer="lamb", weights=True, extra=3),
-        Case(widths=(5, 33, 3), batch=140, optimizer="adam", precision="bf16", narrow=True, extra=3),
+        Case(widths=(5, 33, 3), batch=140, optimizer="adam", precision="bf16", kernel="narrow", extra=3),
     ]
 
 
