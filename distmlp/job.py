@@ -10,6 +10,8 @@ from typing import Any
 
 from distmlp import output as outputs
 from distmlp.checkpoint import Checkpoint, load, network_of
+from distmlp.checkpoint.resume import continue_run
+from distmlp.checkpoint.store import Store, newest
 from distmlp.comm.world import World
 from distmlp.config import RunConfig
 from distmlp.data.feed import Feed
@@ -23,8 +25,6 @@ from distmlp.metrics import Reporter
 from distmlp.network import Network
 from distmlp.order import Order
 from distmlp.output import RunOutput
-from distmlp.resume import continue_run
-from distmlp.store import Store, newest
 from distmlp.timeline import Timeline
 
 

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from distmlp.checkpoint import Checkpoint, network_of
 from distmlp.checkpoint import load as load_checkpoint
+from distmlp.checkpoint.store import resolve_checkpoint
 from distmlp.comm.world import World, open_world
 from distmlp.config import DataConfig, RunConfig
 from distmlp.data.predictions import PredictionWriter
@@ -22,7 +23,6 @@ from distmlp.engine.select import open_engine
 from distmlp.errors import DataError
 from distmlp.evaluation import evaluate, metrics, own_blocks
 from distmlp.overrides import absolute
-from distmlp.store import resolve_checkpoint
 
 
 @dataclass

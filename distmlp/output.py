@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distmlp import __version__, lock, store
+from distmlp import __version__, lock
+from distmlp.checkpoint import store
 from distmlp.config import RunConfig
 from distmlp.errors import CheckpointError, ConfigError
 from distmlp.events import require_tensorboard

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from distmlp.checkpoint import Checkpoint, network_of, save
+from distmlp.checkpoint.seal import SEAL_BYTES, Seal, Sealing
 from distmlp.config import RunConfig
 from distmlp.engine import Standardization, State
 from distmlp.engine.optimizers import slot_names
-from distmlp.seal import SEAL_BYTES, Seal, Sealing
 
 
 def configuration(

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from distmlp.checkpoint import load as load_checkpoint
+from distmlp.checkpoint.store import newest
 from distmlp.order import Order
-from distmlp.store import newest
 from tests.launching import run_distmlp, run_python
 
 ROWS, BATCH, STREAMS, BAD_ROW = 300, 32, 12, 237

@@ -9,7 +9,7 @@ import pytest
 
 from distmlp import RunConfig, load, train
 from distmlp.checkpoint import load as load_checkpoint
-from distmlp.store import newest
+from distmlp.checkpoint.store import newest
 from tests.launching import run_distmlp
 
 ROWS, FEATURES, CLASSES = 1003, 12, 5

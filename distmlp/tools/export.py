@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distmlp.checkpoint import Checkpoint, load
+from distmlp.checkpoint.store import resolve_checkpoint
 from distmlp.errors import CheckpointError, ConfigError, SystemUnfitError
 from distmlp.files import check_replaceable, describe, replace_file
-from distmlp.store import resolve_checkpoint
 
 
 def run_export(checkpoint: Path, to: str, out: Path) -> int:

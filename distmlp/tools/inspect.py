@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from distmlp.checkpoint import Checkpoint, load
-from distmlp.store import resolve_checkpoint
+from distmlp.checkpoint.store import resolve_checkpoint
 
 __all__ = ["describe", "resolve_checkpoint", "run_inspect"]
 

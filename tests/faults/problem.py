@@ -10,8 +10,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from distmlp.checkpoint.store import newest
 from distmlp.output import versions
-from distmlp.store import newest
 from tests.launching import run_distmlp
 
 ROWS = 500

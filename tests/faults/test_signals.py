@@ -129,7 +129,7 @@ def test_interrupt_while_a_reader_blocks_does_not_wait_for_it(tmp_path):
 
 
 def test_signal_during_a_save_is_not_lost(tmp_path):
-    slow = {"rank": 0, "target": "distmlp.checkpoint:save", "call": 2, "action": "sleep", "seconds": 2}
+    slow = {"rank": 0, "target": "distmlp.checkpoint.saving:save", "call": 2, "action": "sleep", "seconds": 2}
     job, toml, output = start(tmp_path, 3, slow, checkpoint_every="20 steps")
     wait_for_step(output, 20)
     time.sleep(0.2)

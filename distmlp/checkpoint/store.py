@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from distmlp.checkpoint import Checkpoint, load, save
+from distmlp.checkpoint.contents import Checkpoint
+from distmlp.checkpoint.saving import load, save
+from distmlp.checkpoint.seal import Seal, read_seal
 from distmlp.errors import CheckpointError
 from distmlp.files import leftovers, open_regular
 from distmlp.network import Network
-from distmlp.seal import Seal, read_seal
 
 DIRECTORY = "checkpoints"
 NAME = re.compile(r"step-(\d{8,19})\.h5")

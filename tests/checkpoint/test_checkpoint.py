@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distmlp.checkpoint import load, save
+from distmlp.checkpoint.seal import SEAL_BYTES
 from distmlp.engine import Standardization
 from distmlp.engine.optimizers import slot_names
 from distmlp.errors import CheckpointError
-from distmlp.seal import SEAL_BYTES
 from tests.checkpoint_samples import assert_equal, configuration, reseal, sample, write
 from tests.faults.problem import record
 

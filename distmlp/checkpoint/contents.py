@@ -15,24 +15,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from io import BufferedReader
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distmlp.autopsy import explained
+from distmlp.checkpoint.layout import read_layout
+from distmlp.checkpoint.seal import FORMAT, FORMAT_VERSION, newer_format
 from distmlp.config import RunConfig
 from distmlp.engine import Standardization, State
 from distmlp.engine.optimizers import slot_names
 from distmlp.errors import CheckpointError, ConfigError
-from distmlp.files import PIECE_BYTES, describe, open_regular, replace_file
-from distmlp.hdf5_layout import Layout, read_layout, write_layout
 from distmlp.network import Network
-from distmlp.seal import FORMAT, FORMAT_VERSION, SEAL_BYTES, Seal, Sealing, breakage, newer_format
 
 
 @dataclass
@@ -66,52 +62,6 @@ def network_of(config: RunConfig) -> Network:
     return Network.build(model.layers, model.activation, model.output_activation)
 
 
-def save(path: str | Path, checkpoint: Checkpoint, network: Network) -> None:
-    """Write a checkpoint to `path`, complete or not at all, on disk when this returns.
-
-    Raises CheckpointError naming the path and, where the disk is full, the bytes needed and free.
-    """
-    path = Path(path)
-    tensors = _tensors(checkpoint, network)
-    attributes = _attributes(checkpoint)
-    attributes["sha256"] = content_sha256(attributes, tensors)
-    shapes = {name: (tensor.dtype.str, tensor.shape) for name, tensor in tensors.items()}
-    if shapes != _expected(attributes, f"checkpoint {path}"):
-        raise ValueError("the state to be saved has not the tensors that its configuration asks for")
-    layout = write_layout(shapes, attributes, SEAL_BYTES)
-    sealing = Sealing(
-        Seal(checkpoint.step, _finite(checkpoint.validation), layout.size_bytes), _pieces(layout, tensors)
-    )
-    try:
-        replace_file(path, sealing, sealing.block)
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint {path}: could not be written: {describe(error, path.parent, layout.size_bytes)}; "
-            "checkpoints saved before are intact: mend the cause, then go on with --resume"
-        ) from None
-
-
-def load(path: str | Path, *, explain: bool = True) -> Checkpoint:
-    """Read a checkpoint and verify all of it before any of it is used.
-
-    Raises CheckpointError that says what is wrong. A file that is not as it was written is never
-    interpreted in this process; with `explain` a child process tries to tell what is wrong inside.
-    """
-    path = Path(path)
-    where = f"checkpoint {path}"
-    try:
-        with open_regular(path) as file:
-            broken = breakage(file, where)
-            if not broken:
-                return interpret(file, where)
-    except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read: {error.strerror or error}") from None
-    inside = explained(path) if explain else ""
-    raise CheckpointError(
-        f"{where}: {broken}{inside and f'; inside: {inside}'}; take another checkpoint, or a copy of it"
-    )
-
-
 def content_sha256(attributes: dict[str, Any], tensors: dict[str, NDArray]) -> str:
     """The digest kept as attribute `sha256`; defined at the top of this file."""
     digest = hashlib.sha256()
@@ -124,7 +74,7 @@ def content_sha256(attributes: dict[str, Any], tensors: dict[str, NDArray]) -> s
     return digest.hexdigest()
 
 
-def _tensors(checkpoint: Checkpoint, network: Network) -> dict[str, NDArray]:
+def tensors_of(checkpoint: Checkpoint, network: Network) -> dict[str, NDArray]:
     """Dataset path → C-contiguous little-endian array, views wherever they can be."""
     state, scaling = checkpoint.state, checkpoint.standardization
     groups = {"/model": state.parameters} | {f"/optimizer/{name}": slot for name, slot in state.slots.items()}
@@ -142,7 +92,7 @@ def _tensors(checkpoint: Checkpoint, network: Network) -> dict[str, NDArray]:
     return tensors
 
 
-def _attributes(checkpoint: Checkpoint) -> dict[str, Any]:
+def attributes_of(checkpoint: Checkpoint) -> dict[str, Any]:
     attributes: dict[str, Any] = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -160,25 +110,13 @@ def _attributes(checkpoint: Checkpoint) -> dict[str, Any]:
         "history": json.dumps(checkpoint.history),
     }
     for name in ("best", "validation", "epoch_loss", "epoch_weight"):
-        if (value := _finite(getattr(checkpoint, name))) is not None:
+        if (value := finite_or_none(getattr(checkpoint, name))) is not None:
             attributes[name] = value
     return attributes
 
 
-def _finite(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     return float(value) if value is not None and np.isfinite(value) else None
-
-
-def _pieces(layout: Layout, tensors: dict[str, NDArray]) -> Iterator[bytes | memoryview]:
-    """The HDF5 part of the file from front to back."""
-    position = SEAL_BYTES
-    for name, offset in sorted(layout.offsets.items(), key=lambda item: item[1]):
-        yield layout.structure(position, offset)
-        data = tensors[name].data.cast("B")
-        for start in range(0, data.nbytes, PIECE_BYTES):
-            yield data[start : start + PIECE_BYTES]
-        position = offset + data.nbytes
-    yield layout.structure(position, layout.size_bytes)
 
 
 def interpret(file: BufferedReader, where: str) -> Checkpoint:
@@ -188,7 +126,7 @@ def interpret(file: BufferedReader, where: str) -> Checkpoint:
     asked for. Raises CheckpointError.
     """
     size_bytes = file.seek(0, 2)
-    attributes, offsets, shapes = read_layout(file, where, size_bytes, _expected)
+    attributes, offsets, shapes = read_layout(file, where, size_bytes, expected_shapes)
     config = _config(attributes, where)
     network = network_of(config)
     tensors = {}
@@ -221,7 +159,7 @@ def _config(attributes: dict[str, Any], where: str) -> RunConfig:
     return config
 
 
-def _expected(attributes: dict[str, Any], where: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+def expected_shapes(attributes: dict[str, Any], where: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dataset path → dtype and shape that a checkpoint with these attributes has, no more and no fewer."""
     if attributes["format"] != FORMAT:
         raise CheckpointError(f"{where}: attribute format is {attributes['format'][:40]!r}, not {FORMAT!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from distmlp.checkpoint import Checkpoint
+from distmlp.checkpoint.contents import Checkpoint
 from distmlp.config import RunConfig
 from distmlp.errors import ConfigError, DataError
 

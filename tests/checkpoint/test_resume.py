@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from distmlp.checkpoint.resume import continue_run, is_fixed
 from distmlp.config import RunConfig, sections
 from distmlp.errors import ConfigError, DataError
-from distmlp.resume import continue_run, is_fixed
 from tests.checkpoint_samples import configuration, sample
 
 FIXED = {

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distmlp import store as stores
 from distmlp.checkpoint import Checkpoint, load, network_of
+from distmlp.checkpoint import store as stores
+from distmlp.checkpoint.store import Store, newest, resolve_checkpoint
 from distmlp.engine import Standardization, State
 from distmlp.engine.reference import ReferenceEngine
 from distmlp.errors import CheckpointError
-from distmlp.store import Store, newest, resolve_checkpoint
 from tests.checkpoint_samples import assert_equal, configuration, sample, write
 from tests.worlds import LoneWorld
 

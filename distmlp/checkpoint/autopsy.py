@@ -25,8 +25,8 @@ def explained(path: Path) -> str:
         return ""
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         child = subprocess.run(
-            [sys.executable, "-m", "distmlp.autopsy", str(path.absolute())],
-            cwd=Path(__file__).resolve().parent.parent,
+            [sys.executable, "-m", "distmlp.checkpoint.autopsy", str(path.absolute())],
+            cwd=Path(__file__).resolve().parent.parent.parent,
             env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -42,7 +42,7 @@ def explained(path: Path) -> str:
 
 
 def _main(path: str) -> None:
-    from distmlp.checkpoint import interpret
+    from distmlp.checkpoint.contents import interpret
     from distmlp.errors import CheckpointError
 
     limit = _ADDRESS_SPACE_BYTES + 4 * os.stat(path).st_size
