@@ -85,13 +85,15 @@ struct Tiles {
                 next.load(raw);
             }
             __syncthreads();
-            add_tile<0>(group, sums, chain.shared, !more, partial, limit);
+            add_tile<0>(group, sums, chain.shared);
             __syncthreads();
             if (works()) {
                 rows = next;
                 chain.store_inputs(raw, next_info, rows, next_at, inputs);
             }
         }
+        settle(sums);
+        write_sums<0>(group, sums, partial, limit);
         finish_sums(
             totals, (float*)(dynamic_shared + EXCHANGE_AT), partial, buffers.tallies(s, 0) + blockIdx.x,
             buffers.tallies(s, 1) + blockIdx.x, number, limit);

@@ -78,12 +78,21 @@ __device__ __forceinline__ void write_items(const float* sums, float* partial, L
     }
 }
 
-// Adds a tile to the sums of this warpgroup's items; behind the `last` tile of a step they are written to `partial`.
-// One branch a warpgroup, with its products begun and awaited inside: products in flight across a branch would make
-// the compiler serialise them.
+// The block's sums to its place among the partial sums.
 template <int GROUP>
-__device__ __forceinline__ void add_tile(
-    int group, float (&sums)[SUMS], u32 shared, bool last, float* partial, Limit& limit) {
+__device__ __forceinline__ void write_sums(int group, float (&sums)[SUMS], float* partial, Limit& limit) {
+    if constexpr (GROUP < GROUPS) {
+        if (group == GROUP)
+            write_items<GROUP, 0>(sums, partial, limit);
+        else
+            write_sums<GROUP + 1>(group, sums, partial, limit);
+    }
+}
+
+// Adds a tile to the sums of this warpgroup's items. One branch a warpgroup, with its products begun and awaited
+// inside: products in flight across a branch would make the compiler serialise them.
+template <int GROUP>
+__device__ __forceinline__ void add_tile(int group, float (&sums)[SUMS], u32 shared) {
     if constexpr (GROUP < GROUPS) {
         if (group == GROUP) {
             settle(sums);
@@ -92,12 +101,8 @@ __device__ __forceinline__ void add_tile(
             commit_products();
             wait_products();
             settle(sums);
-            if (last) {
-                settle(sums);
-                write_items<GROUP, 0>(sums, partial, limit);
-            }
         } else {
-            add_tile<GROUP + 1>(group, sums, shared, last, partial, limit);
+            add_tile<GROUP + 1>(group, sums, shared);
         }
     }
 }
