@@ -118,7 +118,7 @@ def doctor(as_json: Json = False) -> int:
 
 @app.command()
 def bench(
-    preset: Annotated[str | None, typer.Option(metavar="NAME", help="One preset; default: all that fit.")] = None,
+    preset: Annotated[str | None, typer.Option(metavar="NAME", help="A preset, or a network as 9-64x2-3@128.")] = None,
     as_json: Json = False,
 ) -> int:
     """Time training steps of the network presets, beside the limit of the hardware."""

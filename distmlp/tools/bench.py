@@ -7,6 +7,7 @@ order. What one call of the training loop costs the host is part of the time.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from dataclasses import dataclass
 from itertools import pairwise
@@ -65,7 +66,11 @@ class Preset:
     @property
     def batches(self) -> int:
         """Batches of an epoch."""
-        return int(np.clip(DATA_BYTES // (4 * self.batch * (self.layers[0] + self.layers[-1])), 2, 1000))
+        return self.batches_in(DATA_BYTES)
+
+    def batches_in(self, size_bytes: int) -> int:
+        """Batches of an epoch whose rows take about so many bytes."""
+        return int(np.clip(size_bytes // (4 * self.batch * (self.layers[0] + self.layers[-1])), 2, 1000))
 
     @property
     def fits_cpu(self) -> bool:
@@ -90,15 +95,35 @@ PRESETS = {
 }
 
 
+def find_preset(name: str) -> Preset:
+    """A preset by its name, or a network of one's own as WIDTHS@BATCH: 784-512x2-10@1024. Raises ConfigError."""
+    if name in PRESETS:
+        return PRESETS[name]
+    part = r"[1-9]\d{0,6}(?:[x×][1-9]\d?)?"
+    if not re.fullmatch(rf"{part}(?:-{part})*@[1-9]\d{{0,8}}", name) or (preset := _parse(name)) is None:
+        raise ConfigError(
+            f"bench: unknown preset {name}; known: {', '.join(PRESETS)}; or a network of your own as WIDTHS@BATCH, "
+            "such as 784-512x2-10@1024"
+        )
+    return preset
+
+
+def _parse(name: str) -> Preset | None:
+    widths, batch = name.split("@")
+    layers: tuple[int, ...] = ()
+    for part in widths.replace("×", "x").split("-"):
+        width, _, times = part.partition("x")
+        layers += (int(width),) * int(times or 1)
+    return Preset(name, layers, int(batch)) if len(layers) > 1 else None
+
+
 def run_bench(preset: str | None, as_json: bool) -> int:
-    """Time one preset or all that fit this machine, and print a table or one JSON object.
+    """Time one preset (or network, see `find_preset`) or all presets that fit this machine; print a table or JSON.
 
     Raises ConfigError for an unknown preset.
     """
-    if preset is not None and preset not in PRESETS:
-        raise ConfigError(f"bench: unknown preset {preset}; known: {', '.join(PRESETS)}")
     obstacle = find_obstacle()
-    chosen = [p for p in PRESETS.values() if (p.name == preset) or (preset is None and (not obstacle or p.fits_cpu))]
+    chosen = [p for p in PRESETS.values() if not obstacle or p.fits_cpu] if preset is None else [find_preset(preset)]
     if not as_json:
         if obstacle:
             print(f"No GPU to be used ({obstacle}): the reference engine is timed, on small presets.")

@@ -1,9 +1,11 @@
 """Time of a training step on one GPU for every preset: distmlp, PyTorch and JAX, in one run on one machine.
 
-`python tests/benchmarks/step.py` writes results/GPU-step.json; report.py makes tables and charts from it. bf16
-products with float32 master weights, mean squared error, Adam, the same data and initial weights for all. The
-subjects' compilers run first, side by side; then each subject in turn has the GPU to itself. A subject that fails or
-runs out of time leaves what it had measured, and the file says what is missing.
+`python tests/benchmarks/step.py` writes results/GPU-step.json; report.py makes tables and charts from it. Float32
+master weights, mean squared error, Adam, the same data and initial weights for all; products in bf16, or as
+--precision says (results/GPU-step-PRECISION.json). `--random 30` draws networks and batches instead of the presets
+(results/GPU-shapes.json). The subjects' compilers run first, side by side; then each subject in turn has the GPU to
+itself. With several --devices the subjects are dealt out to them, each still alone on its GPU. A subject that fails
+or runs out of time leaves what it had measured, and the file says what is missing.
 """
 
 from __future__ import annotations
@@ -17,107 +19,156 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parent))
 
-from distmlp.tools.bench import PRESETS
+from shapes import draw_shapes
+
+from distmlp.tools.bench import PRESETS, Preset, find_preset
 
 HERE = Path(__file__).parent
 SUBJECTS = ("distmlp", "torch", "jax")
-SLOWEST_TO_COMPILE_FIRST = tuple(PRESETS)[::-1]
+SHAPE_SUBJECTS = ("distmlp", "jax")
+PRECISIONS = ("bf16", "tf32", "fp32")
 LEARNING_TOLERANCE = 0.03  # of the loss after the last step of the learning check, relative to distmlp's
 PACKAGES = ("distmlp", "cupy-cuda13x", "cupy-cuda12x", "torch", "jax", "jaxlib", "numpy")
+COMPILING_SHARE = 0.45  # of the time, at most
+
+
+@dataclass(frozen=True)
+class Session:
+    """What all subjects of a run share."""
+
+    presets: tuple[Preset, ...]
+    precision: str
+    folder: Path  # for caches and results
+    devices: tuple[str, ...]  # CUDA ordinals
+    megabytes: int
+    end: float  # of time.monotonic()
+
+    def run(self, subject: str, presets: tuple[Preset, ...], out: Path, device: str, warm: bool = False) -> None:
+        """One process of a subject. `warm`: it only fills its compilers' caches."""
+        command = [sys.executable, str(HERE / f"subject_{subject}.py"), "--out", str(out)]
+        command += ["--presets", ",".join(p.name for p in presets), "--precision", self.precision]
+        command += ["--megabytes", str(self.megabytes), *(["--warm"] if warm else [])]
+        left = self.end - time.monotonic()
+        log = (self.folder / f"{subject}.log").open("a")
+        try:
+            subprocess.run(
+                command, env=self.environment(device), timeout=max(1.0, COMPILING_SHARE * left if warm else left),
+                stdout=log if warm else None, stderr=log,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            print(f"{subject}{' (compiling)' if warm else ''}: out of time", flush=True)
+
+    def environment(self, device: str) -> dict[str, str]:
+        """Compilers keep what they made for the measuring processes."""
+        return {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": device,
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
+            "TRITON_CACHE_DIR": str(self.folder / "triton"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "jax"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }
+
+    def warm_up(self, subjects: list[str], workers: int) -> None:
+        """Compile everything, `workers` processes at a time, the largest problems first."""
+        largest = sorted(self.presets, key=lambda preset: -preset.limit_us)
+        jobs = [(subject, preset) for preset in largest for subject in subjects]
+
+        def job(number: int) -> None:
+            subject, preset = jobs[number]
+            self.run(subject, (preset,), self.folder / "warm.jsonl", self.devices[number % len(self.devices)], True)
+
+        started = time.monotonic()
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(job, range(len(jobs))))
+        print(f"compilers done after {time.monotonic() - started:.0f} s", flush=True)
+
+    def measure(self, subjects: list[str]) -> list[dict[str, Any]]:
+        """All lines that the subjects wrote; each has its GPU to itself while it measures."""
+        outs = {subject: self.folder / f"{subject}.jsonl" for subject in subjects}
+
+        def turns(number: int) -> None:
+            for subject in subjects[number :: len(self.devices)]:
+                self.run(subject, self.presets, outs[subject], self.devices[number])
+
+        with ThreadPoolExecutor(len(self.devices)) as pool:
+            list(pool.map(turns, range(len(self.devices))))
+        return [json.loads(line) for out in outs.values() if out.exists() for line in out.read_text().splitlines()]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--presets", default=",".join(PRESETS))
-    parser.add_argument("--subjects", default=",".join(SUBJECTS))
-    parser.add_argument("--seconds", type=float, default=480, help="for everything")
-    parser.add_argument("--warm", type=int, default=min(12, os.cpu_count() or 1), help="compilers at a time; 0: none")
-    parser.add_argument("--out", type=Path, help="default: results/GPU-step.json beside this program")
-    options = parser.parse_args()
-    end = time.monotonic() + options.seconds
-    presets, subjects = options.presets.split(","), options.subjects.split(",")
+    options = parse()
+    presets = [find_preset(name) for name in options.presets.split(",")]
+    subjects = options.subjects.split(",") if options.subjects else list(SUBJECTS)
+    if options.random:
+        presets = draw_shapes(options.random, options.seed)
+        subjects = options.subjects.split(",") if options.subjects else list(SHAPE_SUBJECTS)
     with tempfile.TemporaryDirectory() as folder:
-        environment = caches(Path(folder))
+        session = Session(
+            tuple(presets), options.precision, Path(folder), tuple(options.devices.split(",")), options.megabytes,
+            time.monotonic() + options.seconds,
+        )  # fmt: skip
         if options.warm:
-            warm_up(presets, subjects, Path(folder), environment, options.warm, 0.4 * options.seconds)
-        lines: list[dict[str, Any]] = []
-        for subject in subjects:
-            out = Path(folder) / f"{subject}.jsonl"
-            run(subject, presets, out, environment, end - time.monotonic())
-            lines += [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    record = make_record(lines, presets)
-    out = options.out or HERE / "results" / f"{device_slug(record['device'])}-step.json"
+            session.warm_up(subjects, options.warm)
+        lines = session.measure(subjects)
+        logs = {subject: (Path(folder) / f"{subject}.log").read_text() for subject in subjects}
+    record = make_record(lines, presets, options.precision)
+    kind = "shapes" if options.random else "step"
+    name = "-".join(
+        [device_slug(record["device"]), kind, *([options.precision] if options.precision != "bf16" else [])]
+    )
+    out = options.out or HERE / "results" / f"{name}.json"
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(record, indent=1) + "\n")
     for complaint in (*record["missing"], *record["learning"]):
         print(complaint)
+    if record["missing"]:
+        print(*(f"{subject}: …{log[-1500:]}" for subject, log in logs.items() if "Traceback" in log), sep="\n")
     print(f"{len(record['rows'])} rows in {out}")
     return 1 if record["missing"] or record["learning"] else 0
 
 
-def caches(folder: Path) -> dict[str, str]:
-    """The environment of all subjects: compilers keep what they made for the measuring processes."""
-    return {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "jax"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    }
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", default=",".join(PRESETS), help="comma separated; also WIDTHS@BATCH")
+    parser.add_argument("--random", type=int, default=0, metavar="COUNT", help="so many random networks instead")
+    parser.add_argument("--seed", type=int, default=0, help="of --random")
+    parser.add_argument("--subjects", default="", help=f"default: {','.join(SUBJECTS)}; --random: without torch")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the matrix products")
+    parser.add_argument("--devices", default=os.environ.get("CUDA_VISIBLE_DEVICES") or "0", help="comma separated")
+    parser.add_argument("--megabytes", type=int, default=512, help="of rows, about (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=480, help="for everything (default: %(default)s)")
+    parser.add_argument("--warm", type=int, default=min(32, os.cpu_count() or 1), help="compilers at a time; 0: none")
+    parser.add_argument("--out", type=Path, help="default: results/GPU-step.json beside this program")
+    return parser.parse_args()
 
 
-def warm_up(
-    presets: list[str], subjects: list[str], folder: Path, environment: dict[str, str], workers: int, seconds: float
-) -> None:
-    jobs = [(s, p) for p in SLOWEST_TO_COMPILE_FIRST if p in presets for s in subjects]
-    end = time.monotonic() + seconds
-
-    def job(pair: tuple[str, str]) -> None:
-        run(pair[0], [pair[1]], folder / "warm.jsonl", environment, end - time.monotonic(), ["--warm"], quiet=True)
-
-    started = time.monotonic()
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(job, jobs))
-    print(f"compilers done after {time.monotonic() - started:.0f} s", flush=True)
-
-
-def run(
-    subject: str, presets: list[str], out: Path, environment: dict[str, str], seconds: float,
-    arguments: list[str] | None = None, quiet: bool = False,
-) -> None:  # fmt: skip
-    command = [sys.executable, str(HERE / f"subject_{subject}.py"), "--presets", ",".join(presets), "--out", str(out)]
-    try:
-        subprocess.run(
-            [*command, *(arguments or [])], env=environment, timeout=max(1.0, seconds),
-            stdout=subprocess.DEVNULL if quiet else None, stderr=subprocess.DEVNULL if quiet else None,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        print(f"{subject}: out of time", flush=True)
-
-
-def make_record(lines: list[dict[str, Any]], presets: list[str]) -> dict[str, Any]:
-    """The results file; see CONTRACT `Records`. `missing` and `learning` are empty when all is well."""
+def make_record(lines: list[dict[str, Any]], presets: list[Preset], precision: str) -> dict[str, Any]:
+    """The results file; see `Records` in README. `missing` and `learning` are empty when all is well."""
     from distmlp.engine.compile import kernel_sha256
 
     rows, missing = [], [f"{line['preset']}: {line['failed']}" for line in lines if "failed" in line]
     losses = {(line["preset"], line["subject"]): line["losses"] for line in lines if "losses" in line}
+    by_name = {preset.name: preset for preset in presets}
     for line in lines:
         if "losses" not in line:
             continue
-        preset = PRESETS[line["preset"]]
-        fixed = {"layers": list(preset.layers), "batch": preset.batch, "precision": "bf16", "optimizer": "adam"}
+        preset = by_name[line["preset"]]
+        fixed = {"layers": list(preset.layers), "batch": preset.batch, "precision": precision, "optimizer": "adam"}
         measured = {key: value for key, value in line.items() if key not in ("preset", "losses")}
         rows.append({"preset": preset.name, **fixed, "ranks": 1, **measured, "loss_after": line["losses"][-1]})
-    missing += [f"{p}: distmlp was not measured" for p in presets if (p, "distmlp") not in losses]
+    missing += [f"{p}: distmlp was not measured" for p in by_name if (p, "distmlp") not in losses]
     name, driver = gpu()
     return {
         "kernel_sha256": kernel_sha256(),
@@ -125,10 +176,10 @@ def make_record(lines: list[dict[str, Any]], presets: list[str]) -> dict[str, An
         "driver": driver,
         "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "limits_us": {p: round(PRESETS[p].limit_us, 2) for p in presets},
+        "limits_us": {p.name: round(p.limit_us, 2) for p in presets} if precision == "bf16" else {},
         "missing": missing,
         "learning": disagreements(losses),
-        "rows": sorted(rows, key=lambda row: list(PRESETS).index(row["preset"])),
+        "rows": sorted(rows, key=lambda row: list(by_name).index(row["preset"])),
     }
 
 

@@ -10,7 +10,8 @@ from distmlp.tools.bench import open_preset, rates, time_steps
 
 
 def measure(problem: Problem, warm: bool) -> Iterator[Measurement]:
-    engine = open_preset(problem.preset, "bf16", problem.rows, shuffle=False)
+    rows = problem.some_rows() if warm else problem.rows
+    engine = open_preset(problem.preset, problem.precision, rows, shuffle=False)
     try:
         if warm:
             return
@@ -24,6 +25,7 @@ def measure(problem: Problem, warm: bool) -> Iterator[Measurement]:
             "launches_per_step": round(launches, 4),
             "transport": "none",
             "path": plan.regime if plan else "reference",
+            "kernel": plan.kernel if plan else "reference",
         }
         yield Measurement("distmlp", times, losses, extra)
     finally:

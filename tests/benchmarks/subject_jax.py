@@ -1,4 +1,8 @@
-"""JAX: bf16 products, float32 master weights, Adam; one `jit` of a `lax.scan` over the batches of an epoch."""
+"""JAX: float32 master weights, Adam; one `jit` of a `lax.scan` over the batches of an epoch.
+
+bf16: weights and activations are cast before the products; tf32 and fp32: float32 arrays, and JAX's own names for
+the precision of their products.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +15,36 @@ import numpy as np
 from subjects import BLOCK_SECONDS, BLOCKS, RATE, Measurement, Problem, run_subject
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
+PRODUCTS = {"bf16": "default", "tf32": "tensorfloat32", "fp32": "float32"}
 
 
-def loss_of(parameters: list, inputs: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean squared error of (batch, features) inputs."""
-    x = inputs.astype(jnp.bfloat16)
+def loss_of(kind: type, parameters: list, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean squared error of (batch, features) inputs; activations of dtype `kind`."""
+    x = inputs.astype(kind)
     for i, (weight, bias) in enumerate(parameters):
-        x = x @ weight.astype(jnp.bfloat16) + bias.astype(jnp.bfloat16)
+        x = x @ weight.astype(kind) + bias.astype(kind)
         if i < len(parameters) - 1:
             x = jnp.maximum(x, 0)
     return jnp.mean((x.astype(jnp.float32) - targets) ** 2)
 
 
-def step(state: tuple, batch: tuple) -> tuple:
-    parameters, first, second, count = state
-    loss, gradients = jax.value_and_grad(loss_of)(parameters, *batch)
-    count = count + 1
-    first = jax.tree.map(lambda m, g: BETA1 * m + (1 - BETA1) * g, first, gradients)
-    second = jax.tree.map(lambda v, g: BETA2 * v + (1 - BETA2) * g * g, second, gradients)
-    scale1, scale2 = 1 / (1 - BETA1**count), 1 / jnp.sqrt(1 - BETA2**count)
-    parameters = jax.tree.map(
-        lambda p, m, v: p - RATE * scale1 * m / (jnp.sqrt(v) * scale2 + EPSILON), parameters, first, second
-    )
-    return (parameters, first, second, count), loss
+def make_run(precision: str):  # type: ignore[no-untyped-def]  # a compiled function of JAX
+    """Training over (batches, batch, columns): `run(state, batches)` gives the new state and every loss."""
+    kind = jnp.bfloat16 if precision == "bf16" else jnp.float32
 
+    def step(state: tuple, batch: tuple) -> tuple:
+        parameters, first, second, count = state
+        loss, gradients = jax.value_and_grad(loss_of, argnums=1)(kind, parameters, *batch)
+        count = count + 1
+        first = jax.tree.map(lambda m, g: BETA1 * m + (1 - BETA1) * g, first, gradients)
+        second = jax.tree.map(lambda v, g: BETA2 * v + (1 - BETA2) * g * g, second, gradients)
+        scale1, scale2 = 1 / (1 - BETA1**count), 1 / jnp.sqrt(1 - BETA2**count)
+        parameters = jax.tree.map(
+            lambda p, m, v: p - RATE * scale1 * m / (jnp.sqrt(v) * scale2 + EPSILON), parameters, first, second
+        )
+        return (parameters, first, second, count), loss
 
-run = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches), donate_argnums=0)
+    return jax.jit(lambda state, batches: jax.lax.scan(step, state, batches), donate_argnums=0)
 
 
 def initial(problem: Problem) -> tuple:
@@ -46,12 +54,19 @@ def initial(problem: Problem) -> tuple:
 
 
 def measure(problem: Problem, warm: bool) -> Iterator[Measurement]:
-    batches = tuple(map(jnp.asarray, problem.stacked()))
-    state = initial(problem)
+    with jax.default_matmul_precision(PRODUCTS[problem.precision]):
+        yield from _measure(problem, warm)
+
+
+def _measure(problem: Problem, warm: bool) -> Iterator[Measurement]:
+    run = make_run(problem.precision)
     if warm:
-        run.lower(state, batches).compile()
+        layers, shape = problem.preset.layers, (problem.batches, problem.preset.batch)
+        batches = [jax.ShapeDtypeStruct((*shape, width), jnp.float32) for width in (layers[0], layers[-1])]
+        run.lower(initial(problem), tuple(batches)).compile()
         return
-    state, losses = run(state, batches)
+    batches = tuple(map(jnp.asarray, problem.stacked(problem.rows)))
+    state, losses = run(initial(problem), batches)
     losses = np.asarray(losses, np.float64)[: problem.learn_steps].tolist()
 
     def epochs(state: tuple, count: int) -> tuple[tuple, float]:

@@ -1,6 +1,8 @@
-"""PyTorch: bf16 products, float32 master weights, fused Adam; a CUDA graph of several steps, plain and compiled.
+"""PyTorch: float32 master weights, fused Adam; a CUDA graph of several steps, plain and compiled.
 
-Eager steps are not timed: every preset is bound by their launches there, and the graph of the same kernels is faster.
+bf16: weights and activations are cast before the products; tf32 and fp32: float32 tensors, and PyTorch's own names
+for the precision of their products. Eager steps are not timed: every preset is bound by their launches there, and the
+graph of the same kernels is faster.
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ from subjects import BLOCK_SECONDS, BLOCKS, RATE, Measurement, Problem, run_subj
 
 GRAPH_STEPS = 8
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PRODUCTS = {"bf16": "high", "tf32": "high", "fp32": "highest"}
 Parameters = list[torch.Tensor]
 
 
-def loss_of(parameters: Parameters, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean squared error of (batch, features) inputs."""
-    x, last = inputs.bfloat16(), len(parameters) - 2
+def loss_of(kind: torch.dtype, parameters: Parameters, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean squared error of (batch, features) inputs; activations of dtype `kind`."""
+    x, last = inputs.to(kind), len(parameters) - 2
     for i in range(0, len(parameters), 2):
-        x = torch.nn.functional.linear(x, parameters[i].bfloat16(), parameters[i + 1].bfloat16())
+        x = torch.nn.functional.linear(x, parameters[i].to(kind), parameters[i + 1].to(kind))
         if i != last:
             x = torch.relu(x)
     return torch.nn.functional.mse_loss(x.float(), targets)
@@ -47,10 +50,17 @@ class Training:
 
 
 def measure(problem: Problem, warm: bool) -> Iterator[Measurement]:
-    inputs, targets = (torch.from_numpy(a).to(DEVICE) for a in problem.stacked())
-    for subject, loss in (("torch-graph", loss_of), ("torch-compiled-graph", torch.compile(loss_of))):
+    torch.set_float32_matmul_precision(PRODUCTS[problem.precision])
+    kind = torch.bfloat16 if problem.precision == "bf16" else torch.float32
+
+    def loss_in(parameters: Parameters, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return loss_of(kind, parameters, inputs, targets)
+
+    rows = problem.some_rows() if warm else problem.rows
+    inputs, targets = (torch.from_numpy(a).to(DEVICE) for a in problem.stacked(rows))
+    for subject, loss in (("torch-graph", loss_in), ("torch-compiled-graph", torch.compile(loss_in))):
         training = Training(problem, loss)
-        count = 2 if warm else problem.learn_steps
+        count = len(inputs) if warm else problem.learn_steps
         losses = [training.step(inputs[i], targets[i]) for i in range(count)]
         if not warm:
             times = time_graph(training, inputs, targets)
@@ -90,5 +100,4 @@ def time_graph(training: Training, inputs: torch.Tensor, targets: torch.Tensor) 
 
 
 if __name__ == "__main__":
-    torch.set_float32_matmul_precision("high")
     run_subject(measure)

@@ -1,6 +1,6 @@
-"""What all subjects of `step.py` share: presets, data, the learning check, and how a measurement is reported.
+"""What all subjects of `step.py` share: problems, the learning check, and how a measurement is reported.
 
-A subject is a program `subject_NAME.py` with the arguments of `run_subject`. It measures preset after preset and
+A subject is a program `subject_NAME.py` with the arguments of `run_subject`. It measures problem after problem and
 appends one JSON object a line to its output, so that what was measured is kept whatever happens later.
 """
 
@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from distmlp.data.shards import Rows
 from distmlp.network import Network
-from distmlp.tools.bench import PRESETS, Preset, make_rows, summary
+from distmlp.tools.bench import Preset, find_preset, make_rows, summary
 
 BLOCKS = 7
 BLOCK_SECONDS = 0.05
 LEARN_STEPS = 20
 RATE = 1e-3  # the rest of Adam as all subjects have it by default: 0.9, 0.999, 1e-8
+PRECISIONS = ("bf16", "tf32", "fp32")
 
 
 @dataclass
@@ -42,16 +44,24 @@ class Measurement:
 
 @dataclass
 class Problem:
-    """A preset with its data and initial weights: the same numbers for every subject."""
+    """A network with its data and initial weights: the same numbers for every subject."""
 
     preset: Preset
+    precision: str
     batches: int
-    rows: Rows
 
     @classmethod
-    def of(cls, preset: Preset) -> Problem:
-        batches = min(preset.batches, 64 if preset.batch * sum(preset.layers) > 1 << 20 else 1000)
-        return cls(preset, batches, make_rows(preset, batches))
+    def of(cls, preset: Preset, precision: str = "bf16", data_bytes: int = 512 << 20) -> Problem:
+        most = 64 if preset.batch * sum(preset.layers) > 1 << 20 else 1000
+        return cls(preset, precision, min(preset.batches_in(data_bytes), most))
+
+    @cached_property
+    def rows(self) -> Rows:
+        return make_rows(self.preset, self.batches)
+
+    def some_rows(self, batches: int = 2) -> Rows:
+        """As `rows` but few: enough for a compiler."""
+        return make_rows(self.preset, min(batches, self.batches))
 
     @property
     def learn_steps(self) -> int:
@@ -65,27 +75,34 @@ class Problem:
         """`(weight (fan_in, fan_out), bias (fan_out,))` of every layer, float32."""
         return self.network.views(self.network.initial(0, "he_normal"))
 
-    def stacked(self) -> tuple[NDArray, NDArray]:
-        """Inputs and targets as (batches, batch, columns), float32."""
-        shape = (self.batches, self.preset.batch, -1)
-        return self.rows.inputs.reshape(shape), np.asarray(self.rows.targets).reshape(shape)
+    def stacked(self, rows: Rows) -> tuple[NDArray, NDArray]:
+        """Inputs and targets of whole batches as (batches, batch, columns), float32."""
+        shape = (-1, self.preset.batch)
+        return tuple(array.reshape(*shape, array.shape[1]) for array in (rows.inputs, np.asarray(rows.targets)))
 
 
 def run_subject(measure: Callable[[Problem, bool], Iterator[Measurement]]) -> None:
     """The program of a subject: `measure(problem, warm)` yields measurements; with `warm` it only compiles."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--presets", required=True, help="comma separated")
-    parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended")
-    parser.add_argument("--warm", action="store_true", help="fill the compilers' caches, measure nothing")
-    options = parser.parse_args()
+    options = arguments()
     for name in options.presets.split(","):
         try:
-            for result in measure(Problem.of(PRESETS[name]), options.warm):
+            problem = Problem.of(find_preset(name), options.precision, options.megabytes << 20)
+            for result in measure(problem, options.warm):
                 line = {"preset": name, "subject": result.subject, **summary(result.times), **result.extra}
                 report(options.out, line | {"losses": result.losses})
         except Exception as error:  # the other presets are still measured, and the file says what is missing
             traceback.print_exc(limit=5)
             report(options.out, {"preset": name, "failed": f"{type(error).__name__}: {error}"[:300]})
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--presets", required=True, help="comma separated; also WIDTHS@BATCH")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the matrix products")
+    parser.add_argument("--megabytes", type=int, default=512, help="of rows, about")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended")
+    parser.add_argument("--warm", action="store_true", help="fill the compilers' caches, measure nothing")
+    return parser.parse_args()
 
 
 def report(out: Path, line: dict[str, Any]) -> None:

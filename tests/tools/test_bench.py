@@ -9,7 +9,7 @@ import pytest
 
 from distmlp.engine.device import find_obstacle
 from distmlp.errors import ConfigError
-from distmlp.tools.bench import PRESETS, make_rows, run_bench, shorten, summary
+from distmlp.tools.bench import PRESETS, find_preset, make_rows, run_bench, shorten, summary
 
 # µs; PERFORMANCE figures for one H200
 LIMITS = {
@@ -26,6 +26,16 @@ def test_limit(name: str) -> None:
 def test_unknown_preset_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="narrow64-1k"):
         run_bench("narrow", False)
+
+
+def test_a_network_of_ones_own_is_named_by_widths_and_batch() -> None:
+    preset = find_preset("784-512x2-10@1024")
+    assert (preset.layers, preset.batch) == ((784, 512, 512, 10), 1024)
+    assert find_preset("784-512×2-10@1024").layers == preset.layers
+    assert find_preset("mnist-1024").limit_us == preset.limit_us
+    for wrong in ("784@64", "784-0-10@64", "784-10@0", "784-10", "-784-10@1", "784-10x@1", "784-10@"):
+        with pytest.raises(ConfigError, match="WIDTHS@BATCH"):
+            find_preset(wrong)
 
 
 def test_times_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
