@@ -24,7 +24,7 @@ from distmlp.tools.scaling_math import (
 )
 from distmlp.tools.scaling_model import AllReduce, fit, predict
 from distmlp.tools.scaling_report import FORMAT, FORMAT_VERSION
-from distmlp.tools.scaling_runs import FinishedRun
+from distmlp.tools.scaling_runs import FinishedRun, way_of
 
 PREDICTED_RANKS = (8, 64, 512, 4096)
 SPREAD_WARNED = 0.2  # (slowest - fastest) / median of a point's blocks
@@ -36,26 +36,29 @@ def build_report(
     exchanges: Sequence[AllReduce] = (),
     target_loss: float | None = None,
     notes: Sequence[str] = (),
+    references: Sequence[FinishedRun] = (),
 ) -> dict[str, Any]:
     """The content of `report.json`: the measured points, the fitted model, its predictions.
 
-    `points`: (mode, run), a one-rank run among those of each mode. Raises DataError for runs that do not
+    `points`: (mode, run), a one-rank run among those of each mode. `references`: more one-rank runs, over other
+    batches, which are no points but tell compute from communication. Raises DataError for runs that do not
     belong together.
     """
     pairs = sorted(points, key=lambda pair: (pair[0] != "weak", pair[1].ranks))
     runs = list({id(run): run for _, run in pairs}.values())
-    _check_alike(runs)
+    _check_alike([*runs, *references])
     base = next(run for run in runs if run.ranks == 1)
     gradient_bytes = 4 * base.network.parameter_count
     blocks = {id(run): run.blocks() for run in runs}
     raw = [_measured(mode, run, blocks[id(run)]) for mode, run in pairs]
-    measured, sources = _with_communication(raw)
+    beside = [_measured("reference", run, run.blocks()) for run in references]
+    measured, sources = _with_communication(raw, beside)
     table = [
         _point(point, source, run, blocks[id(run)], measured[0], gradient_bytes, target_loss)
         for point, source, (_, run) in zip(measured, sources, pairs, strict=True)
     ]
-    used = [e for e in exchanges if e.way in {_way(run) for run in runs if run.ranks > 1}]
-    prediction = _prediction(measured, base.batch, gradient_bytes, used)
+    used = [e for e in exchanges if e.way in {way_of(run) for run in runs if run.ranks > 1}]
+    prediction = _prediction(measured, beside, base.batch, gradient_bytes, used)
     links = [bus_bandwidth(e.ranks, e.bytes, e.us) for e in exchanges]
     return {
         "format": FORMAT,
@@ -85,10 +88,11 @@ def build_report(
 
 
 def _prediction(
-    measured: Sequence[Measured], batch: int, gradient_bytes: int, exchanges: Sequence[AllReduce]
-) -> dict[str, Any]:
+    measured: Sequence[Measured], beside: Sequence[Measured], batch: int, gradient_bytes: int,
+    exchanges: Sequence[AllReduce],
+) -> dict[str, Any]:  # fmt: skip
     """The fitted model, how far it is off at the measured points, and what it says of more ranks."""
-    model = fit(measured, gradient_bytes, exchanges)
+    model = fit([*measured, *beside], gradient_bytes, exchanges)
     errors = []
     for point in measured:
         step_us = model.step_us(point.ranks, point.batch)
@@ -103,7 +107,7 @@ def _prediction(
             for ranks in PREDICTED_RANKS
         ],
         "prediction_errors": errors,
-        "held_out_error": _held_out_error(measured, gradient_bytes, exchanges),
+        "held_out_error": _held_out_error(measured, beside, gradient_bytes, exchanges),
     }
 
 
@@ -140,7 +144,9 @@ def _measured(mode: str, run: FinishedRun, blocks: Sequence[Block]) -> Measured:
     )
 
 
-def _with_communication(points: Sequence[Measured]) -> tuple[list[Measured], list[str | None]]:
+def _with_communication(
+    points: Sequence[Measured], beside: Sequence[Measured]
+) -> tuple[list[Measured], list[str | None]]:
     """Communication filled in from one-rank steps where it was not timed; and where each came from."""
     filled: list[Measured] = []
     sources: list[str | None] = []
@@ -149,7 +155,7 @@ def _with_communication(points: Sequence[Measured]) -> tuple[list[Measured], lis
             filled.append(point)
             sources.append("measured")
             continue
-        derived = derived_communication_us(point, points)
+        derived = derived_communication_us(point, [*points, *beside])
         filled.append(Measured(**{**vars(point), "communication_us": derived}))
         sources.append(None if derived is None else "derived")
     return filled, sources
@@ -192,13 +198,15 @@ def _share(part: float | None, whole: float) -> float | None:
     return None if part is None else part / whole
 
 
-def _held_out_error(points: Sequence[Measured], gradient_bytes: int, exchanges: Sequence[AllReduce]) -> float | None:
+def _held_out_error(
+    points: Sequence[Measured], beside: Sequence[Measured], gradient_bytes: int, exchanges: Sequence[AllReduce]
+) -> float | None:
     """Largest relative error at the largest rank count of a model fitted without it; `None` below three counts."""
     counts = sorted({point.ranks for point in points})
     if len(counts) < 3:
         return None
     kept = [point for point in points if point.ranks < counts[-1]]
-    model = fit(kept, gradient_bytes, [e for e in exchanges if e.ranks < counts[-1]])
+    model = fit([*kept, *beside], gradient_bytes, [e for e in exchanges if e.ranks < counts[-1]])
     errors = [relative_error(model.step_us(p.ranks, p.batch), p.step_us) for p in points if p.ranks == counts[-1]]
     return max(errors, key=abs)
 
@@ -242,12 +250,6 @@ def _warnings(runs: Sequence[FinishedRun], table: Sequence[dict[str, Any]]) -> l
         if spread > SPREAD_WARNED:
             found.append(f"{point['mode']}, {point['ranks']} ranks: the blocks spread by {spread:.0%} of their median")
     return list(dict.fromkeys(found))
-
-
-def _way(run: FinishedRun) -> str:
-    """The way of `AllReduce` that this run's gradients went; none of them where the kernel itself exchanges."""
-    on_gpu = {"mpi": "device MPI", "nccl": "NCCL", "staged": "host"}
-    return "host" if run.summary["engine"] == "reference" else on_gpu.get(run.summary["transport"], "")
 
 
 def _slower(exchanges: Sequence[AllReduce]) -> list[str]:

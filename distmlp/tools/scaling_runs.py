@@ -75,6 +75,15 @@ class FinishedRun:
         return next((line["seconds"] for line in self.lines if (line.get(key) or np.inf) <= target), None)
 
 
+def way_of(run: FinishedRun, transport: str = "") -> str:
+    """How `AllReduce` names the way that this run's gradients go; "" where the kernel itself exchanges them.
+
+    `transport`: as if the run had this one.
+    """
+    on_gpu = {"mpi": "device MPI", "nccl": "NCCL", "staged": "host"}
+    return "host" if run.summary["engine"] == "reference" else on_gpu.get(transport or run.summary["transport"], "")
+
+
 def modes_of(runs: Sequence[FinishedRun]) -> list[tuple[str, FinishedRun]]:
     """Each run with the mode it belongs to, by its batch beside that of the one-rank run.
 

@@ -14,11 +14,12 @@ from tools.finished_runs import GPUS, write_run, write_sweep
 
 from distmlp.errors import ConfigError, DataError, SystemUnfitError
 from distmlp.tools.launcher import launch_command
-from distmlp.tools.scaling import ChildFailed, run_scaling
+from distmlp.tools.scaling import run_scaling
 from distmlp.tools.scaling_build import build_report
 from distmlp.tools.scaling_model import AllReduce
 from distmlp.tools.scaling_report import run_compare
 from distmlp.tools.scaling_runs import FinishedRun, modes_of
+from distmlp.tools.scaling_sweep import ChildFailed
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -80,6 +81,18 @@ def test_communication_inside_the_kernel_is_derived_from_one_rank(tmp_path):
     point = points_of(report_of(runs, tmp_path / "out"))["weak", 2]
     assert point["communication_source"] == "derived"
     assert point["communication_share"] == pytest.approx(6 / 16)
+
+
+def test_a_one_rank_run_over_a_ranks_share_tells_the_communication_of_a_strong_point(tmp_path):
+    runs = [write_run(tmp_path / "1", 1, 64, 10.0), write_run(tmp_path / "2", 2, 64, 9.0, transport="peer")]
+    pairs = modes_of([FinishedRun.read(path) for path in runs])
+    assert build_report(pairs)["points"][1]["communication_share"] is None
+    half = FinishedRun.read(write_run(tmp_path / "half", 1, 32, 6.0))
+    report = build_report(pairs, references=[half])
+    assert len(report["points"]) == 2
+    assert report["points"][1]["communication_share"] == pytest.approx(3 / 9)
+    assert report["model"]["fixed_us"] == pytest.approx(2.0, rel=0.01)
+    assert report["model"]["per_row_us"] == pytest.approx(4 / 32, rel=0.01)
 
 
 def test_shared_and_mixed_gpus_short_batches_and_unsteady_blocks_are_flagged(tmp_path):
