@@ -46,21 +46,21 @@ class Session:
 
     presets: tuple[Preset, ...]
     precision: str
-    folder: Path  # for caches and results
+    folder: Path  # for results
+    caches: Path  # of the compilers
     devices: tuple[str, ...]  # CUDA ordinals
     megabytes: int
     end: float  # of time.monotonic()
 
-    def run(self, subject: str, presets: tuple[Preset, ...], out: Path, device: str, warm: bool = False) -> None:
-        """One process of a subject. `warm`: it only fills its compilers' caches."""
+    def run(self, subject: str, presets: tuple[Preset, ...], out: Path, device: str, warm: bool, end: float) -> None:
+        """One process of a subject, until `end`. `warm`: it only fills its compilers' caches."""
         command = [sys.executable, str(HERE / f"subject_{subject}.py"), "--out", str(out)]
         command += ["--presets", ",".join(p.name for p in presets), "--precision", self.precision]
         command += ["--megabytes", str(self.megabytes), *(["--warm"] if warm else [])]
-        left = self.end - time.monotonic()
         log = (self.folder / f"{subject}.log").open("a")
         try:
             subprocess.run(
-                command, env=self.environment(device), timeout=max(1.0, COMPILING_SHARE * left if warm else left),
+                command, env=self.environment(device), timeout=max(1.0, end - time.monotonic()),
                 stdout=log if warm else None, stderr=log,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
@@ -71,25 +71,27 @@ class Session:
         return {
             **os.environ,
             "CUDA_VISIBLE_DEVICES": device,
-            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
-            "TRITON_CACHE_DIR": str(self.folder / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.caches / "inductor"),
+            "TRITON_CACHE_DIR": str(self.caches / "triton"),
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "jax"),
+            "JAX_COMPILATION_CACHE_DIR": str(self.caches / "jax"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "XDG_CACHE_HOME": str(self.caches),
         }
 
-    def warm_up(self, subjects: list[str], workers: int) -> None:
-        """Compile everything, `workers` processes at a time, the largest problems first."""
+    def warm_up(self, subjects: list[str], workers: int, share: float) -> None:
+        """Compile everything, `workers` processes at a time, the largest problems first; takes `share` of the time."""
         largest = sorted(self.presets, key=lambda preset: -preset.limit_us)
         jobs = [(subject, preset) for preset in largest for subject in subjects]
+        started = time.monotonic()
+        end = started + share * (self.end - started)
 
         def job(number: int) -> None:
-            subject, preset = jobs[number]
-            self.run(subject, (preset,), self.folder / "warm.jsonl", self.devices[number % len(self.devices)], True)
+            (subject, preset), device = jobs[number], self.devices[number % len(self.devices)]
+            self.run(subject, (preset,), self.folder / "warm.jsonl", device, True, end)
 
-        started = time.monotonic()
         with ThreadPoolExecutor(workers) as pool:
             list(pool.map(job, range(len(jobs))))
         print(f"compilers done after {time.monotonic() - started:.0f} s", flush=True)
@@ -100,7 +102,9 @@ class Session:
 
         def turns(number: int) -> None:
             for subject in subjects[number :: len(self.devices)]:
-                self.run(subject, self.presets, outs[subject], self.devices[number])
+                began = time.monotonic()
+                self.run(subject, self.presets, outs[subject], self.devices[number], False, self.end)
+                print(f"{subject}: {time.monotonic() - began:.0f} s", flush=True)
 
         with ThreadPoolExecutor(len(self.devices)) as pool:
             list(pool.map(turns, range(len(self.devices))))
@@ -116,11 +120,13 @@ def main() -> int:
         subjects = options.subjects.split(",") if options.subjects else list(SHAPE_SUBJECTS)
     with tempfile.TemporaryDirectory() as folder:
         session = Session(
-            tuple(presets), options.precision, Path(folder), tuple(options.devices.split(",")), options.megabytes,
-            time.monotonic() + options.seconds,
+            tuple(presets), options.precision, Path(folder), options.caches or Path(folder),
+            tuple(options.devices.split(",")), options.megabytes, time.monotonic() + options.seconds,
         )  # fmt: skip
         if options.warm:
-            session.warm_up(subjects, options.warm)
+            session.warm_up(subjects, options.warm, 1.0 if options.warm_only else COMPILING_SHARE)
+        if options.warm_only:
+            return 0
         lines = session.measure(subjects)
         logs = {subject: (Path(folder) / f"{subject}.log").read_text() for subject in subjects}
     record = make_record(lines, presets, options.precision)
@@ -150,6 +156,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--megabytes", type=int, default=512, help="of rows, about (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=480, help="for everything (default: %(default)s)")
     parser.add_argument("--warm", type=int, default=min(32, os.cpu_count() or 1), help="compilers at a time; 0: none")
+    parser.add_argument("--caches", type=Path, help="folder of the compilers' caches; default: a temporary one")
+    parser.add_argument("--warm-only", action="store_true", help="fill --caches, measure nothing")
     parser.add_argument("--out", type=Path, help="default: results/GPU-step.json beside this program")
     return parser.parse_args()
 
