@@ -7,59 +7,105 @@ Writes FILE.md, FILE.svg and FILE.png beside the results; a README is changed be
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parent))
 
-from distmlp.tools.bench import PRESETS, shorten
+from step import device_slug
 
-PEERS = {"torch": ("torch-graph", "torch-compiled-graph"), "jax": ("jax-scan",)}
-HOW = {"torch": "PyTorch: the better of a CUDA graph and a compiled one", "jax": "JAX: `jit` of a `lax.scan`"}
+from distmlp.tools.bench import shorten
+
+OWN = "distmlp"
+NAMES = {"torch": "PyTorch", "jax": "JAX"}  # subjects begin with these
+HOW = {
+    "torch-compiled-graph": "PyTorch: the better of a CUDA graph and a compiled one",
+    "jax-scan": "JAX: `jit` of a `lax.scan`",
+}
 COLOURS = {"limit": "#bbbbbb", "distmlp": "#1b6ca8", "torch": "#d9822b", "jax": "#6a9f4b"}
 
 
-def best(record: dict[str, Any], preset: str, subjects: tuple[str, ...]) -> dict[str, Any] | None:
-    """The row with the least median among `subjects`."""
-    rows = [row for row in record["rows"] if row["preset"] == preset and row["subject"] in subjects]
+def best(record: dict[str, Any], preset: str, subject: str) -> dict[str, Any] | None:
+    """The row with the least median among the subjects whose names begin with `subject`."""
+    rows = [row for row in record["rows"] if row["preset"] == preset and row["subject"].startswith(subject)]
     return min(rows, key=lambda row: row["us_median"], default=None)
 
 
 def table(record: dict[str, Any]) -> str:
-    """Markdown: medians in µs a step, the spread of distmlp's blocks, and how far the best peer is behind."""
+    """Markdown: medians in µs a step, the spread of distmlp's blocks, and how far the best peer is behind or ahead."""
+    limits = record.get("limits_us", {})
     lines = [
-        "| preset | layers | batch | distmlp (min–max) | PyTorch | JAX | limit | best peer ÷ ours | ours ÷ limit |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| preset | layers | batch | distmlp (min–max) | {' | '.join(NAMES.values())} | "
+        + ("limit | " if limits else "")
+        + "best peer ÷ ours |"
+        + (" ours ÷ limit |" if limits else ""),
     ]
-    for name in PRESETS:
-        own = best(record, name, ("distmlp",))
+    lines.append("|---" * (lines[0].count("|") - 1) + "|")
+    for name in dict.fromkeys(row["preset"] for row in record["rows"]):
+        own = best(record, name, OWN)
         if own is None:
             continue
-        peers = [best(record, name, subjects) for subjects in PEERS.values()]
-        times = [row["us_median"] for row in peers if row]
-        cells = [show(row["us_median"]) if row else "–" for row in peers]
-        limit = PRESETS[name].limit_us
-        ratio = f"{min(times) / own['us_median']:.1f}×" if times else "–"
-        lines.append(
-            f"| {name} | {shorten(PRESETS[name].layers)} | {PRESETS[name].batch} "
-            f"| **{show(own['us_median'])}** ({show(own['us_min'])}–{show(own['us_max'])}) | {' | '.join(cells)} "
-            f"| {show(limit)} | {ratio} | {own['us_median'] / limit:.2f} |"
-        )
+        cells = [name, shorten(tuple(own["layers"])), str(own["batch"])]
+        cells.append(f"**{show(own['us_median'])}** ({show(own['us_min'])}–{show(own['us_max'])})")
+        peers = {peer: best(record, name, peer) for peer in NAMES}
+        cells += [show(row["us_median"]) if row else "–" for row in peers.values()]
+        cells += [show(limits[name])] if limits else []
+        cells.append(ahead(own["us_median"], {peer: row["us_median"] for peer, row in peers.items() if row}))
+        cells += [f"{own['us_median'] / limits[name]:.2f}"] if limits else []
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", conditions(record)])
+
+
+def ahead(own: float, peers: dict[str, float]) -> str:
+    """How many times the best of `peers` takes what we take; bold where we are ahead, with its name where it is."""
+    if not peers:
+        return "–"
+    peer = min(peers, key=lambda name: peers[name])
+    ratio = peers[peer] / own
+    text = f"{ratio:.1f}×" if ratio >= 1.95 else f"{ratio:.2f}×"
+    return f"**{text}**" if ratio > 1 else f"{text}, {NAMES[peer]} ahead"
+
+
+def conditions(record: dict[str, Any]) -> str:
+    """What was measured how, in a line."""
     measured = {row["subject"] for row in record["rows"]}
-    peers = [f"{how} ({record['versions'].get(package, '?')})" for package, how in HOW.items()
-             if measured & set(PEERS[package])]  # fmt: skip
-    absent = [package for package in PEERS if not measured & set(PEERS[package])]
-    lines += [
-        "",
-        f"µs a training step on one {record['device']} (driver {record['driver']}), {record['date'][:10]}; bf16 "
-        "products, float32 master weights, Adam, mean squared error, rows resident on the GPU. "
-        + "; ".join(peers)
-        + (f"; not measured in this run: {', '.join(absent)}" if absent else "")
-        + ". limit: operations ÷ 790 TFLOP/s or bytes ÷ 4.3 TB/s, the larger.",
+    peers = [f"{how} ({record['versions'].get(subject.split('-')[0], '?')})" for subject, how in HOW.items()
+             if subject in measured]  # fmt: skip
+    absent = [name for peer, name in NAMES.items() if not any(subject.startswith(peer) for subject in measured)]
+    row = next(row for row in record["rows"] if row["subject"].startswith(OWN))
+    devices = f"one {record['device']}" if row["ranks"] == 1 else f"{row['ranks']} × {record['device']}"
+    parts = [
+        f"µs a training step on {devices} (driver {record['driver']}), {record['date'][:10]}; {row['precision']} "
+        "products, float32 master weights, Adam, mean squared error, rows resident on the GPU",
+        "; ".join([*peers, *([f"not measured in this run: {', '.join(absent)}"] if absent else [])]),
+        "limit: operations ÷ 790 TFLOP/s or bytes ÷ 4.3 TB/s, the larger" if record.get("limits_us") else "",
     ]
-    return "\n".join(lines)
+    return ". ".join(filter(None, parts)) + "."
+
+
+def shapes_summary(record: dict[str, Any]) -> str:
+    """How the random shapes went, in a sentence or two."""
+    ratios = {}
+    for name in dict.fromkeys(row["preset"] for row in record["rows"]):
+        own, peer = best(record, name, OWN), best(record, name, "jax")
+        if own and peer:
+            ratios[name] = peer["us_median"] / own["us_median"]
+    if not ratios:
+        return ""
+    slower = [name for name, ratio in ratios.items() if ratio < 1]
+    median = sorted(ratios.values())[len(ratios) // 2]
+    text = (
+        f"On {len(ratios)} random networks and batches (`step.py --random`, [table](tests/benchmarks/results/"
+        f"{device_slug(record['device'])}-shapes.md)) a step takes JAX's scan {min(ratios.values()):.2f} to "
+        f"{max(ratios.values()):.1f} times as long as distmlp, {median:.1f} times in the median"
+    )
+    if slower:
+        return f"{text}; JAX is ahead in {len(slower)}: {', '.join(slower)}."
+    return f"{text}; distmlp is ahead in all of them."
 
 
 def show(us: float) -> str:
@@ -74,22 +120,22 @@ def chart(record: dict[str, Any], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "distmlp"  # the same file from the same numbers
     import matplotlib.pyplot as plt
 
-    names = [name for name in PRESETS if best(record, name, ("distmlp",))]
+    presets = dict.fromkeys(row["preset"] for row in record["rows"])
+    names = [name for name in presets if best(record, name, OWN)]
     figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
-    series = {"limit": None, "distmlp": ("distmlp",), **PEERS}
-    for place, (label, subjects) in enumerate(series.items()):
-        if subjects and not any(best(record, name, subjects) for name in names):
+    limits = record.get("limits_us", {})
+    series = [*(["limit"] if limits else []), OWN, *NAMES]
+    for place, label in enumerate(series):
+        rows = {} if label == "limit" else {name: row for name in names if (row := best(record, name, label))}
+        if label in NAMES and not rows:
             continue
-        heights = []
-        for name in names:
-            row = best(record, name, subjects) if subjects else None
-            heights.append(PRESETS[name].limit_us if subjects is None else row["us_median"] if row else float("nan"))
+        heights = [limits[n] if label == "limit" else rows[n]["us_median"] if n in rows else math.nan for n in names]
         positions = [i + (place - 1.5) * 0.2 for i in range(len(names))]
         axes.bar(positions, heights, 0.19, label=label, color=COLOURS[label])
     axes.set_yscale("log")
     axes.set_ylabel("µs a training step")
     axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
-    axes.set_title(f"{record['device']}, bf16, Adam: lower is better")
+    axes.set_title(f"{record['device']}, {record['rows'][0]['precision']}, Adam: lower is better")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(ncols=4)
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
@@ -111,9 +157,11 @@ def main(arguments: list[str]) -> None:
     path = Path(arguments[0])
     record = json.loads(path.read_text())
     path.with_suffix(".md").write_text(table(record) + "\n")
-    chart(record, path)
+    random = path.stem.endswith("-shapes")
+    if not random:
+        chart(record, path)
     for readme in arguments[1:]:
-        put_into(Path(readme), path.stem, table(record))
+        put_into(Path(readme), path.stem, shapes_summary(record) if random else table(record))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,64 @@
+"""What is made from benchmark results, and the random problems: the programs' pure parts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from report import ahead, shapes_summary, table
+from shapes import MOST_US, draw_shapes
+from step import disagreements, make_record
+
+from distmlp.tools.bench import PRESETS, find_preset
+
+
+def line(preset: str, subject: str, us: float, loss: float = 1.0) -> dict:
+    return {
+        "preset": preset, "subject": subject, "us_median": us, "us_min": us, "us_max": us, "blocks": 7,
+        "losses": [2.0, loss],
+    }  # fmt: skip
+
+
+def test_who_is_ahead_is_said_and_no_loss_is_rounded_to_a_draw() -> None:
+    assert ahead(10.0, {"torch": 54.0, "jax": 61.0}) == "**5.4×**"
+    assert ahead(100.0, {"jax": 101.0}) == "**1.01×**"
+    assert ahead(100.0, {"torch": 120.0, "jax": 97.0}) == "0.97×, JAX ahead"
+    assert ahead(100.0, {}) == "–"
+
+
+def test_the_table_says_what_was_measured() -> None:
+    lines = [line("seed-32", "distmlp", 50.0), line("seed-32", "torch-graph", 90.0), line("mnist-128", "distmlp", 40.0)]
+    text = table(make_record(lines, [PRESETS["seed-32"], PRESETS["mnist-128"]], "bf16"))
+    assert "| seed-32 | 100-1000×3-2 | 32 | **50.0** (50.0–50.0) | 90.0 | – | 11.8 | **1.80×** |" in text
+    assert "| mnist-128 | 784-512×2-10 | 128 | **40.0** (40.0–40.0) | – | – |" in text
+    assert "not measured in this run: JAX" in text
+    plain = table(make_record(lines, [PRESETS["seed-32"], PRESETS["mnist-128"]], "tf32"))
+    assert "limit" not in plain
+    assert "tf32 products" in plain
+
+
+def test_a_subject_that_learns_something_else_is_named() -> None:
+    losses = {("seed-32", "distmlp"): [2.0, 1.0], ("seed-32", "jax-scan"): [2.0, 1.02]}
+    assert disagreements(losses) == []
+    losses["seed-32", "torch-graph"] = [2.0, 1.2]
+    assert disagreements(losses) == ["seed-32 torch-graph: loss 1.2 at step 1, distmlp 1"]
+
+
+def test_random_problems_are_the_same_for_a_seed_and_of_all_kinds() -> None:
+    shapes = draw_shapes(30, 0)
+    assert shapes == draw_shapes(30, 0)
+    assert shapes != draw_shapes(30, 1)
+    assert all(find_preset(shape.name).layers == shape.layers and shape.limit_us <= MOST_US for shape in shapes)
+    assert len({len(shape.layers) for shape in shapes}) > 4
+    assert any(shape.batch < 100 for shape in shapes)
+    assert any(shape.batch > 10_000 for shape in shapes)
+
+
+@pytest.mark.parametrize(("jax", "words"), [(120.0, "ahead in all"), (80.0, "JAX is ahead in 1: 8-16-4@64")])
+def test_random_problems_are_summed_up(jax: float, words: str) -> None:
+    lines = [line("8-16-4@64", "distmlp", 100.0), line("8-16-4@64", "jax-scan", jax)]
+    assert words in shapes_summary(make_record(lines, [find_preset("8-16-4@64")], "bf16"))
