@@ -119,17 +119,19 @@ def test_skips_a_bad_batch() -> None:
     assert np.isfinite(engine.state().parameters).all()
 
 
-def test_large_but_finite_values_are_no_fault() -> None:
-    """Magnitudes that leave open whether a sum overflows are looked at exactly."""
+@pytest.mark.parametrize(("inputs", "bad"), [(10.0, None), (1e15, 0)], ids=["in bounds", "square overflows"])
+def test_large_gradients_are_judged_as_by_the_reference(inputs: float, bad: int | None) -> None:
+    """Magnitudes that leave open whether a gradient is too large are looked at exactly."""
     case = Case(activation="identity", widths=(4, 3, 2), optimizer="sgd")
     rows = case.data()
-    rows.inputs *= 1e15
+    rows.inputs *= inputs
     rows.targets *= 1e18
-    reference, engine = case.reference(), case.fused(rows=rows)
+    reference, engine = case.reference(np.float32), case.fused(rows=rows)
     reference._feed.rows = rows
     one, two = reference.train(0, 0, rates(1, 1e-30)), engine.train(0, 0, rates(1, 1e-30))
-    assert two.nonfinite is None
-    assert error(two.losses, one.losses) < 1e-5
+    assert (one.nonfinite, two.nonfinite) == (bad, bad)
+    if bad is None:
+        assert error(two.losses, one.losses) < 1e-5
 
 
 def test_label_outside_the_classes_is_not_finite() -> None:

@@ -36,12 +36,13 @@ __device__ __forceinline__ void add_items(float* sums, u32 shared) {
     }
 }
 
-// Collects whether a sum is not finite, or so large (2^115) that the sum over warps and blocks might not be: a block
-// that says no vouches for the whole gradient, and no further barrier is needed to know before the update.
+// Collects whether a sum is not finite, or so large (2^56) that the sum over warps and blocks might not have a finite
+// square (see largest_sum): a block that says no vouches for the whole gradient, and no further barrier is needed to
+// know before the update.
 struct Limit {
     bool bad;
     __device__ __forceinline__ float pass(float x) {
-        bad |= magnitude_bits(x) >= (115u + 127u) << 23;
+        bad |= magnitude_bits(x) >= (56u + 127u) << 23;
         return x;
     }
 };

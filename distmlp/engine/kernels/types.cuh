@@ -64,6 +64,11 @@ __device__ __forceinline__ float half_to_float(u16 bits) {
 // Order of magnitudes as integers: |a| <= |b| as floats exactly when bits(a) <= bits(b); NaN lies above infinity.
 __device__ __forceinline__ u32 magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 __device__ __forceinline__ bool is_finite(float x) { return magnitude_bits(x) < 0x7f800000u; }
+// Sums of a gradient must stay below this for the mean over `weight` to have a finite square, as the reference engine
+// has it: an infinite second moment would freeze a weight for good.
+__device__ __forceinline__ float largest_sum(float weight) {
+    return weight == 0.f ? __uint_as_float(0x7f800000u) : 1.8446743e19f * fabsf(weight);
+}
 __device__ __forceinline__ u32 magnitude_bits(float4 v) {
     return max(max(magnitude_bits(v.x), magnitude_bits(v.y)), max(magnitude_bits(v.z), magnitude_bits(v.w)));
 }

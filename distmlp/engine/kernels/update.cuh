@@ -41,14 +41,15 @@ __device__ __forceinline__ void for_each_bias(const Layer& layer, const F& f) {
     for (int c = blockIdx.x * blockDim.x + threadIdx.x; c < layer.fan_out; c += gridDim.x * blockDim.x) f(c);
 }
 
-// Whether all of the gradient is finite, and block sums of its squares.
+// Whether all of the gradient is finite and not too large, and block sums of its squares.
 __device__ __forceinline__ void scan_gradient(Flags& flags) {
     double squares = 0.;
+    const float largest = largest_sum(ENGINE.gradient[ENGINE.size + TALLY_WEIGHT]);
     bool finite = true;
     const float4* gradient = (const float4*)ENGINE.gradient;
     for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < ENGINE.size / 4; i += (i64)gridDim.x * blockDim.x) {
         const float4 g = gradient[i];
-        finite = finite && is_finite(g.x) && is_finite(g.y) && is_finite(g.z) && is_finite(g.w);
+        finite = finite && fabsf(g.x) < largest && fabsf(g.y) < largest && fabsf(g.z) < largest && fabsf(g.w) < largest;
         if (ENGINE.needs_norm)
             squares += (double)g.x * g.x + (double)g.y * g.y + ((double)g.z * g.z + (double)g.w * g.w);
     }
