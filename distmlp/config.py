@@ -173,6 +173,7 @@ class RunSection(_Section):
     checkpoint_every: str = Field("1 epoch", description='interval: "1 epoch", "500 steps" or "10 minutes"')
     keep: int = Field(3, ge=1, le=_MOST, description="newest checkpoints kept, besides the best")
     log_every: int = Field(50, ge=1, le=_MOST, description="steps between log lines")
+    log_ranks: bool = Field(False, description="keep a log of every rank too, in `ranks/` of the output")
     validate_every: str = Field("1 epoch", description="interval between validations")
     on_nonfinite: Literal["stop", "skip"] = Field(
         "stop", description="at a non-finite loss or gradient: end the run, or leave out that batch"

@@ -25,6 +25,7 @@ from distmlp.metrics import Reporter
 from distmlp.network import Network
 from distmlp.order import Order
 from distmlp.output import RunOutput
+from distmlp.rank_log import RankLog
 from distmlp.timeline import Timeline
 
 
@@ -95,6 +96,8 @@ def open_job(
         stack.callback(engine.close)
         engine.load(start.state)
         world.agree(lambda: output.begin(config, start.step), "output")
+        if config.run.log_ranks:
+            reporter.keep(world.agree(lambda: RankLog(output.path, world), "run.log_ranks"))
         store = world.agree(lambda: Store(output.checkpoints, network, config.run.keep) if world.rank == 0 else None)
         if store:
             stack.enter_context(store)  # a run that fails leaves its last checkpoint whole

@@ -14,6 +14,7 @@ from distmlp.comm.hints import is_terminal
 
 if TYPE_CHECKING:
     from distmlp.comm.world import World
+    from distmlp.rank_log import RankLog
 
 
 class Throughput:
@@ -79,12 +80,19 @@ class Reporter:
         self._total = 0
         self._pending: list[str] = []
         self._told: set[str] = set()
+        self._own: RankLog | None = None
         self._showwarning = warnings.showwarning
         if enabled:
             warnings.showwarning = self._take_warning
 
+    def keep(self, own: RankLog) -> None:
+        """Write what this rank says, does and warns of to a log of its own too, which `close` closes."""
+        self._own = own
+
     def say(self, text: str) -> None:
         """One line or several, now."""
+        if self._own:
+            self._own.write(text)
         if self._progress is not None:
             self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -110,6 +118,11 @@ class Reporter:
 
     def log(self, entry: dict[str, Any]) -> None:
         """Report the figures of a log point: the keys of a line of `metrics.jsonl`."""
+        if self._own:
+            self._own.write(f"step {entry['step']}  epoch {entry['epoch']}  {_figures(entry, [*_SHOWN, *_OF_RANK])}")
+            if self._own.broken:
+                self._pending.append(self._own.broken)
+                self._own = None
         if self._progress is None:
             self._write(f"step {entry['step']}/{self._total}  epoch {entry['epoch']}  {_figures(entry, _SHOWN)}")
             return
@@ -120,6 +133,8 @@ class Reporter:
     def warn(self, text: str) -> None:
         """Keep a warning of this rank until the next `exchange`."""
         self._pending.append(text)
+        if self._own:
+            self._own.write(f"warning: {text}")
 
     def exchange(self) -> None:
         """Print what any rank warned of since the last call: once, with the ranks that said it. Collective."""
@@ -142,6 +157,8 @@ class Reporter:
             if text not in self._told:
                 print(f"warning: {text}{_tag([self._world.rank], self._world.size)}", file=sys.stderr, flush=True)
         self._pending = []
+        if self._own:
+            self._own.close()
 
     def _take_warning(self, message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
         self.warn(f"{category.__name__}: {message}")
@@ -163,11 +180,15 @@ _SHOWN = {
 }  # fmt: skip
 
 
+_OF_RANK = {
+    "train_seconds": "{:.3f} s training", "data_wait_seconds": "{:.3f} s waiting for data",
+    "communication_seconds": "{:.3f} s communication",
+}  # fmt: skip
 _SHOWN_IN_BAR = ("loss", "samples_per_second")
 
 
 def _figures(entry: dict[str, Any], keys: Iterable[str]) -> str:
-    return "  ".join(_SHOWN[key].format(entry[key]) for key in keys if entry.get(key) is not None)
+    return "  ".join((_SHOWN | _OF_RANK)[key].format(entry[key]) for key in keys if entry.get(key) is not None)
 
 
 def _tag(ranks: Sequence[int], size: int) -> str:

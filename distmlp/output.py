@@ -20,6 +20,7 @@ from distmlp.config import RunConfig
 from distmlp.errors import CheckpointError, ConfigError
 from distmlp.events import require_tensorboard
 from distmlp.files import describe, leftovers, replace_file
+from distmlp.rank_log import remove_logs
 
 if TYPE_CHECKING:
     from distmlp.comm.world import World
@@ -161,6 +162,7 @@ def remove_results(directory: Path) -> None:
         ours = [path for path in checkpoints.iterdir() if store.NAME.fullmatch(path.name) and not path.is_dir()]
         for path in (*ours, *leftovers(checkpoints, store.NAME.pattern)):
             path.unlink()
+    remove_logs(directory)
     events = directory / EVENTS
     if events.is_dir():
         for path in events.glob("events.out.tfevents.*"):

@@ -11,6 +11,7 @@ class LoneWorld:
 
     def __init__(self, rank: int = 0, size: int = 1, others: list[Any] | None = None) -> None:
         self.rank, self.size, self.hosts, self.mpi_version = rank, size, ("here",), ""
+        self.host = "here"
         self._others = others if others is not None else [[]] * (size - 1)
 
     def agree(self, function: Callable[[], Any], what: str = "") -> Any:
