@@ -1,7 +1,7 @@
 """Table and chart from a results file: `python tests/benchmarks/report.py results/h200-step.json [README.md]`.
 
 Writes FILE.md, FILE.svg and FILE.png beside the results; a README is changed between the lines
-`<!-- FILE -->` and `<!-- /FILE -->`, where FILE is the name without ending.
+`<!-- FILE -->` and `<!-- /FILE -->`, where FILE is the name without ending: the table, or a sentence and a link.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
-
-from step import device_slug
 
 from distmlp.tools.bench import shorten
 
@@ -87,25 +85,45 @@ def conditions(record: dict[str, Any]) -> str:
     return ". ".join(filter(None, parts)) + "."
 
 
-def shapes_summary(record: dict[str, Any]) -> str:
-    """How the random shapes went, in a sentence or two."""
-    ratios = {}
+def ratios(record: dict[str, Any], peer: str) -> dict[str, float]:
+    """Preset → how many times as long as ours a step of `peer` takes."""
+    found = {}
     for name in dict.fromkeys(row["preset"] for row in record["rows"]):
-        own, peer = best(record, name, OWN), best(record, name, "jax")
-        if own and peer:
-            ratios[name] = peer["us_median"] / own["us_median"]
-    if not ratios:
+        own, other = best(record, name, OWN), best(record, name, peer)
+        if own and other:
+            found[name] = other["us_median"] / own["us_median"]
+    return found
+
+
+def summary(record: dict[str, Any], name: str) -> str:
+    """How distmlp compares with JAX in the results file `name`.json, in a sentence, with a link to its table."""
+    found = ratios(record, "jax")
+    if not found:
         return ""
-    slower = [name for name, ratio in ratios.items() if ratio < 1]
-    median = sorted(ratios.values())[len(ratios) // 2]
+    slower = [preset for preset, ratio in found.items() if ratio < 1]
+    kind = "random networks and batches" if name.endswith("-shapes") else "presets"
     text = (
-        f"On {len(ratios)} random networks and batches (`step.py --random`, [table](tests/benchmarks/results/"
-        f"{device_slug(record['device'])}-shapes.md)) a step takes JAX's scan {min(ratios.values()):.2f} to "
-        f"{max(ratios.values()):.1f} times as long as distmlp, {median:.1f} times in the median"
+        f"On {len(found)} {kind} in {record['rows'][0]['precision']} ([table](tests/benchmarks/results/{name}.md)) a "
+        f"step of JAX's scan takes {min(found.values()):.2f} to {max(found.values()):.1f} times as long as distmlp's, "
+        f"{sorted(found.values())[len(found) // 2]:.1f} times in the median"
     )
     if slower:
         return f"{text}; JAX is ahead in {len(slower)}: {', '.join(slower)}."
     return f"{text}; distmlp is ahead in all of them."
+
+
+def accuracy_table(record: dict[str, Any]) -> str:
+    """Markdown: what every data set was learnt to by every engine and precision."""
+    lines = ["| data set | engine | products | accuracy | loss | samples/s |", "|---|---|---|---|---|---|"]
+    for row in record["rows"]:
+        lines.append(
+            f"| {row['dataset']} | {row['engine']} | {row['precision']} | {row['accuracy']:.4f} "
+            f"| {row['validation_loss']:.4f} | {row['samples_per_second']:,} |"
+        )
+    where = f"{record['device']} (driver {record['driver']})"
+    return "\n".join(
+        [*lines, "", f"Of the test rows, after the epochs of the TOML file; {where}, {record['date'][:10]}."]
+    )
 
 
 def show(us: float) -> str:
@@ -156,12 +174,17 @@ def put_into(readme: Path, name: str, text: str) -> None:
 def main(arguments: list[str]) -> None:
     path = Path(arguments[0])
     record = json.loads(path.read_text())
-    path.with_suffix(".md").write_text(table(record) + "\n")
-    random = path.stem.endswith("-shapes")
-    if not random:
-        chart(record, path)
+    if path.stem.endswith("-accuracy"):
+        text = made = accuracy_table(record)
+    else:
+        text = table(record)
+        main_table = path.stem.endswith("-step")
+        made = text if main_table else summary(record, path.stem)
+        if not path.stem.endswith("-shapes"):
+            chart(record, path)
+    path.with_suffix(".md").write_text(text + "\n")
     for readme in arguments[1:]:
-        put_into(Path(readme), path.stem, shapes_summary(record) if random else table(record))
+        put_into(Path(readme), path.stem, made)
 
 
 if __name__ == "__main__":

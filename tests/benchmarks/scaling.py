@@ -37,7 +37,7 @@ from distmlp.tools.scaling_sweep import Findings, Sweep, child_environment, time
 
 RESULTS = Path(__file__).parent / "results"
 MODES = ("weak", "strong")
-MOST_BATCHES, MOST_BYTES = 400, 1 << 30  # of the weak sweep's largest batch
+MOST_BATCHES, MOST_BYTES = 100, 1 << 29  # of the weak sweep's largest batch
 WARM_STEPS = timed(1, 2)
 
 CONFIG = """
@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="beside one (default: %(default)s)")
     parser.add_argument("--precision", default="bf16", help="(default: %(default)s)")
     parser.add_argument("--launcher", default="", help="launch line; default: the mpirun that is found")
-    parser.add_argument("--block-seconds", type=float, default=0.1, help="of a timed block (default: %(default)s)")
+    parser.add_argument("--block-seconds", type=float, default=0.06, help="of a timed block (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="keeps rows and runs there; default: a temporary one")
     parser.add_argument("--out", type=Path, default=RESULTS / "scaling", help="default: results/scaling")
     parser.add_argument("--warm", action="store_true", help="compile for all points, measure nothing; takes --folder")

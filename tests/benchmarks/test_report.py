@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from report import ahead, shapes_summary, table
+from report import accuracy_table, ahead, summary, table
 from shapes import MOST_US, draw_shapes
 from step import disagreements, make_record
 
@@ -61,4 +61,10 @@ def test_random_problems_are_the_same_for_a_seed_and_of_all_kinds() -> None:
 @pytest.mark.parametrize(("jax", "words"), [(120.0, "ahead in all"), (80.0, "JAX is ahead in 1: 8-16-4@64")])
 def test_random_problems_are_summed_up(jax: float, words: str) -> None:
     lines = [line("8-16-4@64", "distmlp", 100.0), line("8-16-4@64", "jax-scan", jax)]
-    assert words in shapes_summary(make_record(lines, [find_preset("8-16-4@64")], "bf16"))
+    assert words in summary(make_record(lines, [find_preset("8-16-4@64")], "bf16"), "h200-shapes")
+
+
+def test_accuracies_are_told_for_every_run() -> None:
+    row = {"dataset": "digits", "engine": "fused", "precision": "bf16", "accuracy": 0.97, "validation_loss": 0.1}
+    record = {"rows": [{**row, "samples_per_second": 1234567}], "device": "G", "driver": "1", "date": "2026-01-02T03"}
+    assert "| digits | fused | bf16 | 0.9700 | 0.1000 | 1,234,567 |" in accuracy_table(record)
