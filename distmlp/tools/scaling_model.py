@@ -4,7 +4,8 @@ The cost of a step at n ranks, b rows a rank and m bytes of gradient is modelled
 
     fixed + per_row * b  +  [n > 1] * imbalance + latency * 2 ceil(log2 n) + per_byte * m * 2 (n - 1) / n
 
-The last two terms are those of a reduce-scatter and an all-gather by recursive halving and doubling
+`imbalance` is what having several ranks costs beside the exchange: waiting for each other, one launch a step. The
+last two terms are those of a reduce-scatter and an all-gather by recursive halving and doubling
 (Rabenseifner 2004; Thakur, Rabenseifner & Gropp 2005). Every coefficient is at least zero.
 """
 
@@ -65,7 +66,7 @@ def fit(points: Sequence[Measured], gradient_bytes: int, exchanges: Sequence[All
     """The cost model of measured points, relative errors weighing equally.
 
     `exchanges`, all-reduces measured by themselves, give latency and bandwidth; what the steps took beyond
-    them is imbalance. Without them both come from the steps. Raises ValueError without a point.
+    them and one rank's step is imbalance. Without them both come from the steps. Raises ValueError without a point.
     """
     if not points:
         raise ValueError("no measured point")
@@ -76,7 +77,7 @@ def fit(points: Sequence[Measured], gradient_bytes: int, exchanges: Sequence[All
         known = _solve(terms, np.array([e.us for e in wide]), np.array([1.0 / e.us for e in wide]))
     columns, values, weights = [], [], []
     for point in points:
-        for row, value in _equations(point, gradient_bytes):
+        for row, value in _equations(point, gradient_bytes, split=not wide):
             columns.append(row)
             values.append(value)
             weights.append(1.0 / point.step_us)
@@ -93,13 +94,16 @@ def fit(points: Sequence[Measured], gradient_bytes: int, exchanges: Sequence[All
     return CostModel(fixed, per_row, imbalance, latency, per_byte, gradient_bytes)
 
 
-def _equations(point: Measured, gradient_bytes: int) -> Iterator[tuple[list[float], float]]:
-    """Rows over (fixed, per_row, imbalance, latency, per_byte) and the microseconds they should give."""
+def _equations(point: Measured, gradient_bytes: int, split: bool) -> Iterator[tuple[list[float], float]]:
+    """Rows over (fixed, per_row, imbalance, latency, per_byte) and the microseconds they should give.
+
+    `split`: compute and communication as they were timed apart; else the step as a whole.
+    """
     compute = [1.0, float(point.rows_per_rank), 0.0, 0.0, 0.0]
     exchange = [0.0, 0.0, 1.0, *_exchange_terms(point.ranks, gradient_bytes)]
     if point.ranks == 1:
         yield compute, point.step_us
-    elif point.communication_us is None:
+    elif point.communication_us is None or not split:
         yield [a + b for a, b in zip(compute, exchange, strict=True)], point.step_us
     else:
         yield compute, point.step_us - point.communication_us

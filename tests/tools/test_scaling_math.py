@@ -136,3 +136,17 @@ def test_predictions_keep_the_rules_of_their_mode():
     assert weak["efficiency"] > strong["efficiency"] > 0
     assert weak["samples_per_second"] == pytest.approx(512_000 * 1e6 / TRUE.step_us(512, 512_000))
     assert predict(TRUE, "strong", 4096, 1000)["us_per_step"] is None
+
+
+def test_what_several_ranks_cost_beside_the_exchange_is_told_apart_from_one_ranks_step():
+    exchanges = [AllReduce(2, size, 20.0 + size / 1e5) for size in (4096, 1 << 20)]
+    beside = 20.0 + 1e6 / 1e5 + 150.0  # the exchange of 1 MB, and 150 µs of launches
+    points = [
+        Measured("weak", 1, 1024, 129.0),
+        Measured("weak", 2, 2048, 129.0 + beside, 60.0),
+        Measured("strong", 2, 1024, 79.0 + beside, 60.0),
+    ]
+    model = fit(points, 1_000_000, exchanges)
+    assert model.imbalance_us == pytest.approx(150.0, rel=0.01)
+    assert model.step_us(2, 1024) == pytest.approx(79.0 + beside, rel=0.01)
+    assert model.step_us(1, 1024) == pytest.approx(129.0, rel=0.01)
