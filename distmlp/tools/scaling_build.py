@@ -83,7 +83,12 @@ def build_report(
         "link_bytes_per_second": max(links, default=None),
         **prediction,
         "target_loss": target_loss,
-        "warnings": [*notes, *_warnings(runs, table), *_doubts(prediction["prediction_errors"]), *_slower(exchanges)],
+        "warnings": [
+            *notes,
+            *_warnings(runs, table),
+            *_doubts(prediction["prediction_errors"]),
+            *_slower(exchanges, gradient_bytes),
+        ],
     }
 
 
@@ -252,16 +257,17 @@ def _warnings(runs: Sequence[FinishedRun], table: Sequence[dict[str, Any]]) -> l
     return list(dict.fromkeys(found))
 
 
-def _slower(exchanges: Sequence[AllReduce]) -> list[str]:
-    """MPI on GPU memory that is slower than host memory, as where the library copies to the host to add."""
-    host = {(e.ranks, e.bytes): e.us for e in exchanges if e.way == "host"}
-    slow = [e for e in exchanges if e.way == "device MPI" and e.us > host.get((e.ranks, e.bytes), e.us)]
-    if not slow:
-        return []
-    worst = max(slow, key=lambda e: e.us / host[e.ranks, e.bytes])
+def _slower(exchanges: Sequence[AllReduce], gradient_bytes: int) -> list[str]:
+    """MPI on GPU memory that is slower than host memory at about the gradient's size, as where the library copies to
+    the host to add."""
+    sizes = {e.bytes for e in exchanges}
+    size = min(sizes, key=lambda other: abs(np.log(other / gradient_bytes)), default=0)
+    host = {e.ranks: e.us for e in exchanges if e.way == "host" and e.bytes == size}
     return [
-        f"MPI's all-reduce of {worst.bytes:,} bytes over {worst.ranks} ranks takes {worst.us:.0f} µs in GPU memory, "
-        f"{host[worst.ranks, worst.bytes]:.0f} µs in host memory: compare --set run.transport=staged"
+        f"MPI's all-reduce of {size:,} bytes over {e.ranks} ranks takes {e.us:.0f} µs in GPU memory, "
+        f"{host[e.ranks]:.0f} µs in host memory: compare --set run.transport=staged"
+        for e in exchanges
+        if e.way == "device MPI" and e.bytes == size and e.us > host.get(e.ranks, e.us)
     ]
 
 
