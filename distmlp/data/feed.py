@@ -14,7 +14,7 @@ from distmlp.data.memory import available_bytes
 from distmlp.data.pool import Pool, reader_threads
 from distmlp.data.resident import Resident, load
 from distmlp.data.shards import Rows, Shards
-from distmlp.data.streaming import Singles, Windows
+from distmlp.data.streaming import Singles, WindowBatches, read_rows
 from distmlp.errors import ConfigError, SystemUnfitError
 from distmlp.order import Order, owned_streams
 
@@ -87,9 +87,9 @@ class Feed:
             source = Resident(self.shards, self._lanes, self._pool)
             self.wait_seconds += time.perf_counter() - start
             return source
-        fits = Windows.memory_bytes(self.shards, self._lanes) <= RESIDENT_SHARE * self._free_bytes
+        fits = WindowBatches.memory_bytes(self.shards, self._lanes) <= RESIDENT_SHARE * self._free_bytes
         self.shards.keep_chunks(int(CHUNK_SHARE * self._free_bytes))
-        return (Windows if fits else Singles)(self.shards, self._lanes, self._pool)
+        return (WindowBatches if fits else Singles)(self.shards, self._lanes, self._pool)
 
     def advice(self) -> list[str]:
         """What slows this rank's reading down and how to mend it: layouts that do not suit streaming."""
@@ -112,7 +112,9 @@ class Feed:
         indices = self._lanes.of_batch(number)
         if not len(indices):
             return None
-        rows, place = self.batch(epoch, number), self._lanes.rows(epoch, indices)
+        place = self._lanes.rows(epoch, indices)
+        rows = self.shards.empty(len(place))
+        read_rows(self.shards, place, rows)
         names = ("inputs", "targets", "sample weights")
         for suspicious, what in ((_not_finite, "NaN or infinite values"), (_huge, f"values beyond {HUGE:g}")):
             for name, array in zip(names, rows.parts, strict=False):
@@ -123,7 +125,7 @@ class Feed:
 
     def close(self) -> None:
         """Stop reading ahead and let the threads end."""
-        if isinstance(self._source, Windows | Singles):
+        if isinstance(self._source, WindowBatches | Singles):
             self._source.close()
         self._source = None
         self._pool.close()
