@@ -120,7 +120,7 @@ class FusedEngine:
         assert self._reduction or self._world.size == 1, "connect() comes first"
         waited = feed.wait_seconds
         communicated = self._reduction.seconds if self._reduction else 0.0
-        self._state.pack("parameters")
+        self._state.prepare_training()
         report = StepReport(np.empty(0), np.empty(0))
         parts = [np.empty(0, layout.STEP_RESULT)]
         done = 0
