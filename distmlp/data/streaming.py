@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,14 @@ def read_rows(shards: Shards, rows: NDArray, out: Rows) -> None:
             target[order[begin:end]] = source
 
 
+class Copy(Protocol):
+    """A copy under way, such as an event of CUDA."""
+
+    @property
+    def done(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
 class Window:
     """Room for one window of all own streams, each stream's rows in the order in which they are read.
 
@@ -51,11 +59,7 @@ class Window:
         self.rows = rows
         self.places = np.empty(0, np.int64)
         self.tasks: list[Task] = []
-        self.release: Callable[[], object] = lambda: None  # waits until nobody reads these arrays any more
-
-    def done(self) -> bool:
-        """Whether it is filled."""
-        return all(task.done() for task in self.tasks)
+        self.copy: Copy | None = None  # that reads these arrays, once the window is not needed here any more
 
 
 class Windows:
@@ -66,8 +70,8 @@ class Windows:
     """
 
     def __init__(
-        self, source: Source, lanes: Lanes, pool: Pool, rooms: list[Window],
-        convert: Callable[[Window, int, int], object] = lambda window, first, stop: None,
+        self, source: Source, lanes: Lanes, pool: Pool, rooms: Sequence[Window],
+        convert: Callable[[Any, int, int], object] = lambda window, first, stop: None,
     ) -> None:  # fmt: skip
         self._source, self._lanes, self._pool, self._convert = source, lanes, pool, convert
         order = lanes.order
@@ -86,7 +90,12 @@ class Windows:
     def get(self, number: int) -> Window:
         """Window `number`, filled, after which those that follow are read. Raises DataError."""
         self._keep(range(number, number + len(self._filling) + len(self._free)))
-        self._read_on(number)
+        self.read_on(number)
+        if number not in self._filling:
+            window = self._free.pop(0)
+            assert window.copy is not None
+            window.copy.synchronize()
+            self._start(number, window)
         window = self._filling[number]
         for task in window.tasks:
             task.settle()
@@ -96,25 +105,28 @@ class Windows:
 
     def ready(self, number: int) -> bool:
         """Whether `get` of window `number` would not wait."""
-        return number in self._filling and self._filling[number].done()
+        return number in self._filling and all(task.done() for task in self._filling[number].tasks)
 
-    def drop(self, number: int, release: Callable[[], object]) -> None:
-        """Window `number` is not needed any more once `release` returns; read on."""
+    def drop(self, number: int, copy: Copy) -> None:
+        """Window `number` is not needed any more once `copy` has ended."""
         window = self._filling.pop(number)
-        window.release = release
+        window.copy = copy
         self._free.append(window)
-        self._read_on(number + 1)
 
-    def _read_on(self, number: int) -> None:
-        while self._free:
+    def read_on(self, number: int) -> None:
+        """Read window `number` and those that follow, as far as there is room now."""
+        for window in [window for window in self._free if window.copy is None or window.copy.done]:
             while number in self._filling:
                 number += 1
-            self._filling[number] = window = self._free.pop(0)
-            window.release()
-            window.tasks = [self._pool.submit(self._order, number, window)]
-            for lane in range(len(self._lanes.streams)):
-                for part in range(self._parts):
-                    window.tasks.append(self._pool.submit(self._fill, number, lane, part, window))
+            self._free.remove(window)
+            self._start(number, window)
+
+    def _start(self, number: int, window: Window) -> None:
+        self._filling[number], window.copy = window, None
+        window.tasks = [self._pool.submit(self._order, number, window)]
+        for lane in range(len(self._lanes.streams)):
+            for part in range(self._parts):
+                window.tasks.append(self._pool.submit(self._fill, number, lane, part, window))
 
     def _keep(self, numbers: range) -> None:
         for number in [number for number in self._filling if number not in numbers]:
