@@ -167,11 +167,20 @@ def data_check(
     inputs: Annotated[str, typer.Option(metavar="NAME", help="Dataset of the inputs.")] = "inputs",
     targets: Annotated[str, typer.Option(metavar="NAME", help="Dataset of the targets; empty: none.")] = "targets",
     sample_weights: Annotated[str, typer.Option(metavar="NAME", help="Dataset of the sample weights.")] = "",
+    run: Annotated[
+        Path | None, typer.Option("--for", metavar="RUN.toml", help="Can they keep the network of this run busy?")
+    ] = None,
 ) -> int:
     """Open, validate and summarise shards: rows, shapes, dtypes, NaN count, label range, chunking, filters."""
     from distmlp.data.commands import check_command
 
-    return check_command(patterns, inputs, targets, sample_weights)
+    code = check_command(patterns, inputs, targets, sample_weights)
+    if run is None or code:
+        return code
+    from distmlp.data.commands import on_first_rank
+    from distmlp.tools.busy import forecast
+
+    return on_first_rank(lambda: print(forecast(run, patterns)) or 0)
 
 
 @data_app.command("convert")
