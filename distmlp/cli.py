@@ -200,6 +200,7 @@ def data_convert(
     seed: Annotated[int, typer.Option(help="Of the choice of those rows.")] = 0,
     checksums: Annotated[bool, typer.Option("--checksums", help="Store one per block; reading verifies them.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace shards of that name.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep what an interrupted conversion finished.")] = False,
 ) -> int:
     """Make shards from other formats, in constant memory, complete or absent."""
     from distmlp.data.commands import convert_command
@@ -207,7 +208,7 @@ def data_convert(
     return convert_command(
         paths, rows_per_shard=rows_per_shard, inputs=inputs, targets=targets, weights=weights, labels=labels,
         category=category, missing=missing, header=header, validation=validation, seed=seed, checksums=checksums,
-        overwrite=overwrite,
+        overwrite=overwrite, resume=resume,
     )  # fmt: skip
 
 

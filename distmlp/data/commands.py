@@ -69,6 +69,7 @@ def convert_command(
     seed: int = 0,
     checksums: bool = False,
     overwrite: bool = False,
+    resume: bool = False,
 ) -> int:
     """Convert and print what was written. `arguments`: sources, then the shard to write. See `convert`, `Selection`.
 
@@ -89,6 +90,7 @@ def convert_command(
             seed=seed,
             checksums=checksums,
             overwrite=overwrite,
+            resume=resume,
         )
         for path in done.paths:
             print(path)

@@ -257,6 +257,23 @@ def test_nothing_is_overwritten_unless_asked(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("o*")) == ["o-00000.h5", "o-00001.h5"]
 
 
+def test_an_interrupted_conversion_goes_on_by_shard(tmp_path):
+    source = csv(tmp_path, "".join(f"{k},{k}\n" for k in range(10)))
+    whole = convert([source], tmp_path / "o.h5", rows_per_shard=4)
+    kept = [path.stat().st_mtime_ns for path in whole.paths[:2]]
+    wanted = content(whole.paths[2])["inputs"].tolist()
+    whole.paths[2].unlink()  # as if killed before the last was complete
+    again = convert([source], tmp_path / "o.h5", rows_per_shard=4, resume=True)
+    assert (again.paths, again.rows) == (whole.paths, whole.rows)
+    assert [path.stat().st_mtime_ns for path in whole.paths[:2]] == kept
+    assert content(whole.paths[2])["inputs"].tolist() == wanted
+    with pytest.raises(DataError, match=r"o-00000\.h5, dataset `inputs`: holds other rows than these sources"):
+        convert([source], tmp_path / "o.h5", rows_per_shard=3, resume=True)
+    changed = csv(tmp_path, "".join(f"{k},{k + (k == 6)}\n" for k in range(10)))
+    with pytest.raises(DataError, match=r"o-00001\.h5, dataset `targets`: holds other rows"):
+        convert([changed], tmp_path / "o.h5", rows_per_shard=4, resume=True)
+
+
 def test_sources_that_do_not_fit_together(tmp_path):
     first, second = csv(tmp_path, "1,2\n"), csv(tmp_path, "1,2,3\n", "b.csv")
     with pytest.raises(DataError, match=r"rows of shape \(2,\) float32 after rows of \(1,\) float32"):
