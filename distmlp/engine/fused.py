@@ -17,6 +17,7 @@ from distmlp.engine.affine import Affine
 from distmlp.engine.backprop import Layers
 from distmlp.engine.device_memory import Ledger, pinned
 from distmlp.engine.device_rows import INDEX_ROWS, OwnRows, ResidentRows, StreamedRows, fits_device, raw_type
+from distmlp.engine.device_windows import WindowRows
 from distmlp.engine.fused_state import DeviceState, check_capability, describe_device
 from distmlp.engine.optimizers import needs_norm, slot_names
 from distmlp.engine.plan import MAX_STEPS, Plan, make_plan
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from distmlp.data.feed import Feed
     from distmlp.data.shards import Rows
 
+Placed = ResidentRows | StreamedRows | WindowRows
 NO_ROWS = (np.uint64(0),) * 5
 LAUNCH_SECONDS = 0.25  # a launch should not take longer: stop requests are looked at between launches
 
@@ -84,8 +86,10 @@ class FusedEngine:
         self._passes = _DevicePasses(self._state, config, network, standardization)
         self._launch_steps = 16
         self.reason = f"GPU {device.name}, {self.plan.kernel} kernel, {self.precision} products"
+        if self._rows is not None:
+            self.reason += f", {self._rows.about}"
 
-    def _place_rows(self, feed: Feed, own: OwnRows, sample: Rows, targets: Affine) -> ResidentRows | StreamedRows:
+    def _place_rows(self, feed: Feed, own: OwnRows, sample: Rows, targets: Affine) -> Placed:
         wanted = self._config.data.residence
         needed = ResidentRows.bytes_needed(feed, own, self._network.outputs)
         fits = own.count < INDEX_ROWS and fits_device(needed)
@@ -95,7 +99,11 @@ class FusedEngine:
                 f'{cupy.cuda.runtime.memGetInfo()[0]:,} free; use "auto", "host" or "stream"'
             )
         if wanted in ("auto", "device") and fits:
-            return ResidentRows(feed.resident(), targets, own, self._ledger, self._device.capability)
+            return ResidentRows(feed, targets, own, self._ledger, self._device.capability)
+        if hasattr(feed, "windows"):
+            on_host, on_device = WindowRows.bytes_needed(feed, own, self._network.outputs)
+            if feed.fits_memory(on_host) and fits_device(on_device):
+                return WindowRows(feed, targets, own, self._ledger)
         return StreamedRows(feed, sample, targets, own, self._ledger)
 
     def connect(self, transport: str) -> str:
@@ -126,7 +134,8 @@ class FusedEngine:
         done = 0
         while done < len(rates) and report.nonfinite is None and not report.stopped:
             train = self._train_reduced if self._reduction else self._train_alone
-            results, report.stopped = train(rows, epoch, first + done, rates[done : done + self._steps_at_once(rows)])
+            count = self._steps_at_once(rows, epoch, first + done, len(rates) - done)
+            results, report.stopped = train(rows, epoch, first + done, rates[done : done + count])
             bad = np.flatnonzero(results["status"] == layout.NOT_FINITE)
             if len(bad):
                 report.nonfinite, report.stopped = done + int(bad[0]), False
@@ -140,12 +149,12 @@ class FusedEngine:
         report.communication_seconds = (self._reduction.seconds if self._reduction else 0.0) - communicated
         return report
 
-    def _steps_at_once(self, rows: ResidentRows | StreamedRows) -> int:
-        return MAX_STEPS if self._reduction else min(self._launch_steps, rows.steps_per_launch, MAX_STEPS)
+    def _steps_at_once(self, rows: Placed, epoch: int, first: int, left: int) -> int:
+        if self._reduction:
+            return MAX_STEPS
+        return rows.steps_at_once(epoch, first, min(left, self._launch_steps, MAX_STEPS))
 
-    def _train_alone(
-        self, rows: ResidentRows | StreamedRows, epoch: int, first: int, rates: NDArray
-    ) -> tuple[NDArray, bool]:
+    def _train_alone(self, rows: Placed, epoch: int, first: int, rates: NDArray) -> tuple[NDArray, bool]:
         """All steps in one launch; their results (steps,) and whether to stop."""
         started = perf_counter()
         place, firsts = rows.prepare(epoch, range(first, first + len(rates)))
@@ -157,9 +166,7 @@ class FusedEngine:
         self._launch_steps = int(min(max(LAUNCH_SECONDS / a_step, 1), MAX_STEPS))
         return results, self._stop()
 
-    def _train_reduced(
-        self, rows: ResidentRows | StreamedRows, epoch: int, first: int, rates: NDArray
-    ) -> tuple[NDArray, bool]:
+    def _train_reduced(self, rows: Placed, epoch: int, first: int, rates: NDArray) -> tuple[NDArray, bool]:
         """As `_train_alone`, with the ranks' gradients summed after every launch.
 
         A launch begins with the update of the step before; one more launch does the last update.
