@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import resource
+import sys
 import tempfile
 import time
 from datetime import date
@@ -43,7 +44,7 @@ FEATURES, STREAMS = 784, 16
 NARROW = 64
 GZIP = {"chunks": 256, "compression": "gzip", "compression_opts": 1, "shuffle": True}
 BATCH = 8192
-NETWORKS = ([784, 1024, 1024, 1], [784, 2048, 2048, 2048, 1], [784, 4096, 4096, 4096, 1])
+NETWORKS = ([784, 1024, 1024, 1], [784, 2048, 2048, 2048, 1], [784, 4096, 4096, 1])
 
 
 def engine_over(path: Path, layers: list[int], residence: str, readers: int, shuffle: bool = True) -> FusedEngine:
@@ -166,7 +167,7 @@ def memory_bytes(field: str) -> int:
 def main() -> None:
     """Command line."""
     made = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
-    made.add_argument("--rows", type=int, default=2_000_000)
+    made.add_argument("--rows", type=int, default=500_000)
     made.add_argument("--readers", type=int, default=16)
     made.add_argument("--folder", type=Path, default=None, help="on a file system that keeps them in memory")
     options = made.parse_args()
@@ -183,7 +184,7 @@ def main() -> None:
         files = (
             ("contiguous, 784 columns", wide, options.rows, FEATURES, {}),
             ("contiguous, 64 columns", Path(folder) / "narrow.h5", options.rows * 2, NARROW, {}),
-            ("gzip, chunks of 256 rows, 784 columns", Path(folder) / "gzip.h5", options.rows // 16, FEATURES, GZIP),
+            ("gzip, chunks of 256 rows, 784 columns", Path(folder) / "gzip.h5", options.rows // 8, FEATURES, GZIP),
         )
         for layout, path, rows, features, kind in files:
             write(path, rows, features, kind)
@@ -193,8 +194,12 @@ def main() -> None:
             row["streamed"] = to_device(path, options.readers, features, False)
             row["streamed_shuffled"] = to_device(path, options.readers, features, True)
             out["gigabytes_per_second"].append(row)
+            print(row, file=sys.stderr)
         before = memory_bytes("VmRSS")
-        out["training"] = [training(wide, layers, options.readers) for layers in NETWORKS]
+        out["training"] = []
+        for layers in NETWORKS:
+            out["training"].append(training(wide, layers, options.readers))
+            print(out["training"][-1], file=sys.stderr)
         out["memory"] = {
             "data_bytes": out["gigabytes_per_second"][0]["bytes"], "resident_before_training_bytes": before,
             "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
