@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from distmlp.engine.plan_narrow import plan_narrow
+from distmlp.engine.plan_resident import plan_resident
 from distmlp.engine.plan_sweep import plan_sweep
 from distmlp.engine.plan_task import Buffer, Device, SpecialPlan, Task, aligned
 from distmlp.engine.plan_tiles import STATIC_BYTES, TileShape, choose_gradient_tile, choose_tile, shapes_for
@@ -26,6 +27,7 @@ GENERAL = "wide"  # the kernel that takes any network
 PLANNERS: dict[str, Callable[[Task, Device], SpecialPlan | None]] = {
     "narrow": plan_narrow,
     "sweep": plan_sweep,
+    "resident": plan_resident,
 }
 MAX_STEPS = 1024  # of one call: entries of the step table and the loss ring
 

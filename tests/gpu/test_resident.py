@@ -1,0 +1,142 @@
+"""The resident kernel: steps against the float64 reference, bits that repeat, faults, state that comes and goes."""
+
+from __future__ import annotations
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from gpu.cases import Case, error, rates
+from gpu.test_runs import bits, epochs
+from gpu.test_steps import check
+
+from distmlp.engine.layout import ACTIVATIONS
+
+BASE = Case(precision="bf16", kernel="resident", widths=(17, 33, 20, 5), batch=50, limit=1.5)
+SEED = BASE.but(widths=(100, 1000, 1000, 1000, 2), activation="relu", optimizer="adam", batch=32, batches=4, extra=9)
+SOFTMAX = BASE.but(widths=(20, 40, 10), loss="softmax_cross_entropy")
+KINDS = [
+    *(BASE.but(activation=a) for a in ACTIVATIONS if a not in ("identity", "leaky_relu")),
+    BASE.but(activation="leaky_relu", limit=2.0),  # rounding moves some across zero
+    BASE.but(widths=(12, 16, 24, 16, 3), activation=("gelu", "relu", "tanh"), limit=2.0),
+    BASE.but(output_activation="sigmoid"),
+    *(BASE.but(loss=loss, widths=(17, 33, w)) for loss in ("huber", "binary_cross_entropy") for w in (1, 7)),
+    BASE.but(loss="mae", limit=3.0),  # signs turn where an error is about zero
+    *(SOFTMAX.but(labels=labels, widths=(20, 40, w)) for labels in (True, False) for w in (3, 10)),
+    BASE.but(weights=True, standardize=True, extra=13),
+    SOFTMAX.but(labels=True, weights=True, extra=1, standardize=True),
+]
+OPTIMIZERS = [
+    *(BASE.but(optimizer=o) for o in ("sgd", "nesterov", "adam", "adamw")),
+    BASE.but(optimizer="rmsprop", limit=5.0),  # a gradient near zero moves its weight by its sign
+    BASE.but(optimizer="adamw", options={"weight_decay": 0.1}, run={"ema_decay": 0.9}),
+]
+SHAPES = [
+    BASE.but(widths=widths, batch=batch, activation="softplus")
+    for widths, batch in (
+        ((1, 3, 1), 1), ((3, 17, 100, 1), 7), ((128, 128, 1), 100), ((100, 33, 128, 9), 128), ((64,) * 6 + (16,), 65),
+        ((17, *(16,) * 7, 2), 64), ((784, 512, 512, 10), 128), ((100, 1000, 1000, 1000, 2), 32),
+    )
+]  # fmt: skip
+CASES = [
+    SEED,
+    BASE.but(optimizer="adam", batch=128, extra=100),
+    BASE.but(widths=(17, 33, 5), optimizer="adam", extra=3),
+]
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_kinds(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
+def test_optimizers(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_shapes(case: Case) -> None:
+    engine = case.fused()
+    assert engine.plan.kernel == "resident"
+    engine.close()
+    check(case)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f8"])
+def test_raw_types(dtype: str) -> None:
+    check(BASE.but(dtype=dtype, standardize=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bits_repeat(case: Case) -> None:
+    """300 steps twice, in launches of different length, over memory that held different things."""
+    first, second = case.fused(poison=0xFF), case.fused(poison=0x3C)
+    one, two = epochs(first, case, 300), epochs(second, case, 300, at_once=1)
+    assert one.tobytes() == two.tobytes()
+    assert bits(first) == bits(second)
+
+
+def test_follows_the_wide_kernel() -> None:
+    resident, wide = epochs(SEED.fused(), SEED, 60), epochs(SEED.but(kernel="wide").fused(), SEED, 60)
+    assert resident[-5:].mean() < 0.8 * resident[:5].mean()
+    assert np.abs(resident / wide - 1)[:10].max() < 2e-2
+    assert np.abs(resident - wide).max() < 2e-2 * wide.max()
+
+
+def test_evaluation_sees_the_trained_weights() -> None:
+    case = CASES[1]
+    engine, rows = case.fused(), case.data()
+    before = engine.evaluate(rows.inputs, rows.targets, None).loss
+    losses = epochs(engine, case, 60)
+    after = engine.evaluate(rows.inputs, rows.targets, None).loss
+    assert after / before == pytest.approx(losses[-3:].mean() / losses[0], rel=0.15)
+
+
+def test_large_magnitudes_take_the_slow_way() -> None:
+    """Inputs beyond what the kernel trusts unseen, but nothing that overflows: the same update."""
+    case = BASE.but(
+        activation="relu", optimizer="sgd", widths=(17, 33, 20, 3), limit=2.0, options={"learning_rate": 1e-9}
+    )
+    rows = case.data()
+    rows.inputs[:] *= 1e5
+    engine, wide = case.fused(rows=rows), case.but(kernel="wide").fused(rows=rows)
+    for each in (engine, wide):
+        each.train(0, 0, rates(2, 1e-9))
+    assert engine.state().step == 2
+    start = case.initial().parameters
+    assert error(engine.state().parameters - start, wide.state().parameters - start) < 1e-2
+
+
+@pytest.mark.parametrize("where", ["inputs", "targets"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_stops_before_a_bad_update(value: float, where: str) -> None:
+    rows = SEED.data()
+    getattr(rows, where)[int(SEED.order.batch_rows(0, 2, range(4))[5]), 1] = value
+    engine, clean = SEED.fused(rows=rows), SEED.fused()
+    report = engine.train(0, 0, rates(4))
+    assert (report.nonfinite, report.steps) == (2, 2)
+    clean.train(0, 0, rates(2))
+    assert bits(engine) == bits(clean)
+
+
+def test_skips_a_bad_batch() -> None:
+    case = SEED.but(run={"on_nonfinite": "skip"})
+    rows = case.data()
+    rows.targets[case.order.batch_rows(0, 1, range(4))[0], 0] = np.nan
+    engine = case.fused(rows=rows)
+    report = engine.train(0, 0, rates(4))
+    assert list(np.isnan(report.losses)) == [False, True, False, False]
+    assert (report.skipped, engine.state().step) == (1, 3)
+    assert np.isfinite(engine.state().parameters).all()
+
+
+@hypothesis.settings(max_examples=6, derandomize=True, deadline=None, database=None)
+@hypothesis.given(
+    widths=st.lists(st.sampled_from([1, 2, 5, 8, 15, 16, 17, 31, 48, 64]), min_size=2, max_size=4),
+    outputs=st.integers(1, 16),
+    batch=st.integers(1, 40),
+    extra=st.integers(0, 5),
+)
+def test_drawn_shapes(widths: list[int], outputs: int, batch: int, extra: int) -> None:
+    check(BASE.but(widths=(*widths, outputs), batch=batch, extra=min(extra, batch - 1), limit=2.0))
