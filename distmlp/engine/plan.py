@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from distmlp.engine.plan_bulk import plan_bulk
 from distmlp.engine.plan_narrow import plan_narrow
 from distmlp.engine.plan_resident import plan_resident
 from distmlp.engine.plan_sweep import plan_sweep
@@ -29,7 +28,6 @@ PLANNERS: dict[str, Callable[[Task, Device], SpecialPlan | None]] = {
     "narrow": plan_narrow,
     "sweep": plan_sweep,
     "resident": plan_resident,
-    "bulk": plan_bulk,
 }
 MAX_STEPS = 1024  # of one call: entries of the step table and the loss ring
 
@@ -148,11 +146,7 @@ def make_plan(task: Task, device: Device, kernel: str = "auto") -> Plan:
 def choose_special(task: Task, device: Device, kernel: str = "auto") -> SpecialPlan | None:
     """The special kernel's plan for `task`, see `make_plan`."""
     for name, planner in PLANNERS.items():
-        if (
-            kernel in ("auto", name)
-            and (special := planner(task, device)) is not None
-            and (special.pays or kernel == name)
-        ):
+        if kernel in ("auto", name) and (special := planner(task, device)) is not None:
             return special
     return None
 
