@@ -59,6 +59,17 @@ class DeviceState:
         """
         self._train(*rows, np.int32(begin), np.int32(end), np.int32(apply_first), *self._special_arguments)
 
+    def join_peers(self, peers: NDArray) -> Kernel:
+        """Sum gradients inside the kernel from now on, with the ranks of `peers` (see `Peers` in peers.cuh).
+
+        Returns the kernel that does nothing but such a sum.
+        """
+        self._constants["deferred"] = layout.IN_KERNEL
+        for module in self._modules:
+            module.write_constant("ENGINE", self._constants)
+            module.write_constant("PEERS", peers)
+        return self._module.kernel("sum_gradients", self.plan.blocks, THREADS, grid_wide=True)
+
     def _check_sizes(self) -> None:
         sizes = tuple(int(s) for s in self._module.read_constant("SIZES", 4))
         if sizes[:3] != layout.SIZES or sizes[3] > self.plan.shared_bytes:
@@ -86,7 +97,7 @@ class DeviceState:
         structure["gradient_tasks"], structure["gradient_tiles"] = plan.gradient_tasks, plan.gradient_tiles
         structure["stop_on_nonfinite"] = config.run.on_nonfinite == "stop"
         structure["needs_norm"] = optimizer.clip_norm > 0
-        structure["deferred"] = plan.task.ranks > 1
+        structure["deferred"] = layout.ALONE if plan.task.ranks == 1 else layout.BETWEEN_LAUNCHES
         structure["huber_delta"], structure["ema_decay"] = config.model.huber_delta, config.run.ema_decay
         for name in ("clip_norm", "weight_decay", "momentum", "rho", "epsilon", "beta1", "beta2"):
             structure[name] = getattr(optimizer, name)
@@ -184,6 +195,7 @@ def specialisations(config: RunConfig, plan: Plan) -> list[tuple[str, dict[str, 
         "LOSS": config.model.loss.upper(),
         "LABELS": str(int(plan.task.labels)),
         "OPTIMIZER": config.optimizer.name.upper(),
+        "SEVERAL_RANKS": str(int(plan.task.ranks > 1)),
     }
     raw = plan.task.raw_type
     wide = {

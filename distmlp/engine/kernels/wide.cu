@@ -75,7 +75,7 @@ __device__ __forceinline__ void train_step(
         gather_rows<RAW_TYPE>(raw, following.first, following.rows, ENGINE.batches[s + 1 & 1], &next.output[0]);
     }
     barrier.wait();
-    if (!direct && !ENGINE.deferred) {
+    if (!direct && ENGINE.deferred != BETWEEN_LAUNCHES) {
         apply_gradient(s, barrier, progress);
         barrier.wait();
     }
@@ -110,6 +110,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) train_steps(
         }
     }
 }
+
+#if SEVERAL_RANKS
+// The exchange by itself, to try it and to time it.
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) sum_gradients() {
+    GridBarrier barrier(&ENGINE.control->forward_barrier);
+    Scan unused;
+    exchange_gradient(unused);
+    barrier.wait();
+    finish_exchange();
+}
+#endif
 
 // Outputs (rows, outputs) float for `rows` raw rows with the biases of `flat`; weights are the packed copies.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) forward_rows(
