@@ -167,11 +167,20 @@ def data_check(
     inputs: Annotated[str, typer.Option(metavar="NAME", help="Dataset of the inputs.")] = "inputs",
     targets: Annotated[str, typer.Option(metavar="NAME", help="Dataset of the targets; empty: none.")] = "targets",
     sample_weights: Annotated[str, typer.Option(metavar="NAME", help="Dataset of the sample weights.")] = "",
+    run: Annotated[
+        Path | None, typer.Option("--for", metavar="RUN.toml", help="Can they keep the network of this run busy?")
+    ] = None,
 ) -> int:
     """Open, validate and summarise shards: rows, shapes, dtypes, NaN count, label range, chunking, filters."""
     from distmlp.data.commands import check_command
 
-    return check_command(patterns, inputs, targets, sample_weights)
+    code = check_command(patterns, inputs, targets, sample_weights)
+    if run is None or code:
+        return code
+    from distmlp.data.commands import on_first_rank
+    from distmlp.tools.busy import forecast
+
+    return on_first_rank(lambda: print(forecast(run, patterns)) or 0)
 
 
 @data_app.command("convert")
@@ -191,6 +200,7 @@ def data_convert(
     seed: Annotated[int, typer.Option(help="Of the choice of those rows.")] = 0,
     checksums: Annotated[bool, typer.Option("--checksums", help="Store one per block; reading verifies them.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace shards of that name.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep what an interrupted conversion finished.")] = False,
 ) -> int:
     """Make shards from other formats, in constant memory, complete or absent."""
     from distmlp.data.commands import convert_command
@@ -198,7 +208,7 @@ def data_convert(
     return convert_command(
         paths, rows_per_shard=rows_per_shard, inputs=inputs, targets=targets, weights=weights, labels=labels,
         category=category, missing=missing, header=header, validation=validation, seed=seed, checksums=checksums,
-        overwrite=overwrite,
+        overwrite=overwrite, resume=resume,
     )  # fmt: skip
 
 

@@ -9,7 +9,9 @@ import numpy as np
 
 from distmlp.comm.world import World
 from distmlp.data.shards import Shards
+from distmlp.data.values import blame
 from distmlp.engine import Engine, Evaluation
+from distmlp.errors import DataError
 
 _SMALLEST_BLOCK = 256
 _LARGEST_BLOCK = 65536
@@ -27,14 +29,21 @@ def own_blocks(rows: int, world: World) -> Iterator[range]:
     yield from blocks[len(blocks) * world.rank // world.size : len(blocks) * (world.rank + 1) // world.size]
 
 
-def evaluate(engine: Engine, shards: Shards, world: World) -> Evaluation:
-    """Sums over all rows of `shards`, on every rank. Raises AgreedError when a rank cannot read its rows."""
+def evaluate(engine: Engine, shards: Shards, world: World, strict: bool = False) -> Evaluation:
+    """Sums over all rows of `shards`, on every rank. Raises AgreedError when a rank cannot read its rows.
+
+    `strict`: rows that hold NaN or infinity are refused with their names, where the loss shows that there are any.
+    """
 
     def mine() -> list[Evaluation]:
         sums = []
         for block in own_blocks(shards.rows, world):
             rows = shards.read(block.start, block.stop)
             sums.append(engine.evaluate(rows.inputs, rows.targets, rows.weights))
+            if strict and not math.isfinite(sums[-1].loss):
+                fault = blame(shards, np.arange(block.start, block.stop), rows)
+                if fault:
+                    raise DataError(f"{fault}; mend or leave out those rows")
         return sums
 
     by_rank = world.all_gather([part.as_array() for part in world.agree(mine)])

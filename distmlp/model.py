@@ -69,7 +69,7 @@ def probabilities(outputs: NDArray, loss: str) -> NDArray:
 def run_evaluate(checkpoint: Path, data: str, inputs: str, targets: str) -> int:
     """`distmlp evaluate`: print one JSON object."""
     world, saved, shards, engine = _open(checkpoint, data, inputs, targets)
-    total = evaluate(engine, shards, world)
+    total = evaluate(engine, shards, world, strict=True)
     if world.rank == 0:
         figures = {key: _json(value) for key, value in metrics(total, saved.config.model.loss).items()}
         print(json.dumps({"samples": int(total.rows), **figures}))

@@ -143,24 +143,31 @@ class Order:
         moved = permute(np.where(whole, block, 0), np.maximum(full_blocks, 1), key)
         return start + np.where(whole, moved, block) * BLOCK_ROWS + offset
 
-    def window(self, epoch: int, stream: int, number: int) -> tuple[NDArray, NDArray]:
-        """Window `number` of a stream as it is read and as it is used: `(rows, places)`, both int64 (rows,).
-
-        `rows` are its global rows in reading order, whole blocks where there are any; place i of the window
-        is `rows[places[i]]`. The same as `rows_at` for these positions, at a fraction of its time.
-        """
+    def window_runs(self, epoch: int, stream: int, number: int) -> list[tuple[int, int]]:
+        """Window `number` of a stream as it is read: (first global row, rows) of every block, or of all at once."""
         first = number * WINDOW_ROWS
-        length = self.stream_length(stream)
-        places = np.arange(min(WINDOW_ROWS, length - first), dtype=np.int64)
-        rows = self.stream_start(stream) + first + places
+        length, start = self.stream_length(stream), self.stream_start(stream)
+        count = min(WINDOW_ROWS, length - first)
+        if count <= 0:
+            return []
         if not self.shuffle:
-            return rows, places
+            return [(start + first, count)]
         whole = length // BLOCK_ROWS  # a short last block keeps its place at the end
         blocks = np.arange(first // BLOCK_ROWS, min((first + WINDOW_ROWS) // BLOCK_ROWS, whole), dtype=np.int64)
         moved = permute(blocks, whole, permutation_key(self.seed, epoch, stream, 0))
-        starts = self.stream_start(stream) + moved * BLOCK_ROWS
-        rows[: len(blocks) * BLOCK_ROWS] = (starts[:, None] + np.arange(BLOCK_ROWS)).reshape(-1)
-        return rows, permute(places, len(places), permutation_key(self.seed, epoch, stream, number + 1))
+        runs = [(start + block * BLOCK_ROWS, BLOCK_ROWS) for block in moved.tolist()]
+        rest = count - len(runs) * BLOCK_ROWS
+        return [*runs, (start + whole * BLOCK_ROWS, rest)] if rest else runs
+
+    def window_places(self, epoch: int, stream: int, number: int) -> NDArray:
+        """Which of the rows that `window_runs` names, one after the other, stands at each place, int64 (rows,).
+
+        Together the same as `rows_at` for these positions, at a fraction of its time.
+        """
+        places = np.arange(min(WINDOW_ROWS, self.stream_length(stream) - number * WINDOW_ROWS), dtype=np.int64)
+        if not self.shuffle or not len(places):
+            return places
+        return permute(places, len(places), permutation_key(self.seed, epoch, stream, number + 1))
 
     def batch_positions(self, number: int, streams: range) -> NDArray:
         """Epoch positions (int64, ascending) of batch `number` that lie in `streams`."""

@@ -2,9 +2,11 @@ import math
 
 import numpy as np
 import pytest
+from data.samples import alone, open_shards, write_shard
 
 from distmlp.engine import Evaluation
-from distmlp.evaluation import metrics, own_blocks, row_blocks
+from distmlp.errors import DataError
+from distmlp.evaluation import evaluate, metrics, own_blocks, row_blocks
 
 
 class Rank:
@@ -57,3 +59,24 @@ def test_constant_target_has_no_r2():
 
 def test_accuracy_of_classification():
     assert metrics(Evaluation(4, 4.0, 2.0, 3.0), "softmax_cross_entropy") == {"loss": 0.5, "accuracy": 0.75}
+
+
+class _Squares:
+    """An engine whose loss is the sum of the targets' squares."""
+
+    def evaluate(self, inputs, targets, weights):
+        total = Evaluation(squared=np.zeros(1), target=np.zeros(1), target_squared=np.zeros(1))
+        total.loss, total.rows = float((inputs.sum() + targets.astype("f8") ** 2).sum()), len(inputs)
+        return total
+
+
+@pytest.mark.parametrize(("role", "value"), [("inputs", np.nan), ("targets", np.inf)])
+def test_rows_that_are_not_numbers_are_named(tmp_path, role, value):
+    arrays = {"inputs": np.ones((600, 2)), "targets": np.ones((600, 1))}
+    arrays[role][[7, 400], 0] = value
+    write_shard(tmp_path / "a.h5", arrays["inputs"][:300], arrays["targets"][:300])
+    write_shard(tmp_path / "b.h5", arrays["inputs"][300:], arrays["targets"][300:])
+    shards = open_shards(tmp_path)
+    assert not np.isfinite(evaluate(_Squares(), shards, alone()).loss)
+    with pytest.raises(DataError, match=rf"a\.h5 row 7: {role} hold NaN or infinite values; mend or leave out"):
+        evaluate(_Squares(), shards, alone(), strict=True)

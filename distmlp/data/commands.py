@@ -24,10 +24,11 @@ def check_command(
         print(_total(summary))
         return DataError.exit_code if summary.problems else 0
 
-    return _on_first_rank(run)
+    return on_first_rank(run)
 
 
-def _on_first_rank(run: Callable[[], int]) -> int:
+def on_first_rank(run: Callable[[], int]) -> int:
+    """`run()` on rank 0; its exit code, or the error it raised, on all."""
     world = open_world()
     return world.broadcast(world.agree(lambda: run() if world.rank == 0 else 0))
 
@@ -68,6 +69,7 @@ def convert_command(
     seed: int = 0,
     checksums: bool = False,
     overwrite: bool = False,
+    resume: bool = False,
 ) -> int:
     """Convert and print what was written. `arguments`: sources, then the shard to write. See `convert`, `Selection`.
 
@@ -88,6 +90,7 @@ def convert_command(
             seed=seed,
             checksums=checksums,
             overwrite=overwrite,
+            resume=resume,
         )
         for path in done.paths:
             print(path)
@@ -96,7 +99,7 @@ def convert_command(
         print(f"{parts} in {files}" + (f"; {done.dropped:,} incomplete rows left out" if done.dropped else ""))
         return 0
 
-    return _on_first_rank(run)
+    return on_first_rank(run)
 
 
 def _categories(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from distmlp.data.arrayfiles import Array, idx_array, npy_array
 from distmlp.data.csvfile import read_csv
 from distmlp.data.formats import hdf5_rows, npz_rows, pair_rows, parquet_rows, table_rows
+from distmlp.data.present import PresentShard
 from distmlp.data.shards import Rows
 from distmlp.data.tables import Selection, Table
 from distmlp.data.writer import ShardWriter
@@ -42,13 +43,15 @@ def convert(
     seed: int = 0,
     checksums: bool = False,
     overwrite: bool = False,
+    resume: bool = False,
 ) -> Converted:
     """Write the rows of `sources`, one after the other, to HDF5 shards with contiguous datasets.
 
     Sources: CSV (.gz too), Parquet, NPZ, HDF5 (repacked); IDX (.gz) and NPY in pairs of inputs and targets.
     `out`: "data.h5"; with `rows_per_shard` data-00000.h5, data-00001.h5, …. `validation`: fraction of the
     rows that goes to data-validation*.h5, the rest to data-train*.h5, chosen by a hash of (seed, row
-    number) so that rows added later do not move the others. `checksums`: see `ShardWriter`.
+    number) so that rows added later do not move the others. `checksums`: see `ShardWriter`. `resume`: shards
+    that an interrupted conversion finished are compared and kept.
     Raises DataError for what is wrong in a source or on the disk, ConfigError for what is asked.
     """
     out = Path(out)
@@ -56,11 +59,13 @@ def convert(
         raise ConfigError("data convert: no source is given")
     if not 0.0 <= validation < 1.0:
         raise ConfigError(f"--validation {validation:g}: expected a fraction from 0 to below 1")
+    if overwrite and resume:
+        raise ConfigError("data convert: --overwrite begins anew, --resume goes on; give one of them")
     if out.suffix.lower() not in HDF5:
         raise ConfigError(f"{out}: the last argument is the shard to write and must end in .h5")
     parts = ("train", "validation") if validation else ("",)
     result = Converted(rows=dict.fromkeys(parts, 0))
-    shards = {part: _Sequence(out, part, rows_per_shard, checksums, overwrite) for part in parts}
+    shards = {part: _Sequence(out, part, rows_per_shard, checksums, overwrite, resume) for part in parts}
     number = 0
     tables: list[Table] = []
     try:
@@ -89,10 +94,13 @@ def convert(
 class _Sequence:
     """The shards of one part, each closed when it is full."""
 
-    def __init__(self, out: Path, part: str, rows_per_shard: int, checksums: bool, overwrite: bool) -> None:
+    def __init__(
+        self, out: Path, part: str, rows_per_shard: int, checksums: bool, overwrite: bool, resume: bool
+    ) -> None:  # fmt: skip
         self._stem = out.with_name("-".join(filter(None, [out.stem, part])))
         self._suffix, self._limit, self._checksums, self._overwrite = out.suffix, rows_per_shard, checksums, overwrite
-        self._writer: ShardWriter | None = None
+        self._resume = resume
+        self._writer: ShardWriter | PresentShard | None = None
         self._paths: list[Path] = []
         self.rows = 0
 
@@ -114,10 +122,15 @@ class _Sequence:
                 self.finish()
         self.rows += len(rows)
 
-    def _next(self) -> ShardWriter:
+    def _next(self) -> ShardWriter | PresentShard:
         path = self._path(len(self._paths))
+        if path.exists() and self._resume:
+            return PresentShard(path)
         if path.exists() and not self._overwrite:
-            raise DataError(f"{path}: exists already; choose another name, or give --overwrite")
+            raise DataError(
+                f"{path}: exists already; choose another name, or give --overwrite, or --resume to go on where a "
+                "conversion was interrupted"
+            )
         return ShardWriter(path, self._checksums)
 
     def _path(self, number: int) -> Path:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from distmlp.data.advice import advice
 from distmlp.data.lanes import Lanes
 from distmlp.data.memory import available_bytes
-from distmlp.data.pool import Pool, reader_threads
+from distmlp.data.pool import Pool, Task, reader_threads
 from distmlp.data.resident import Resident, load
 from distmlp.data.shards import Rows, Shards
-from distmlp.data.streaming import Singles, Windows
+from distmlp.data.streaming import Singles, Window, WindowBatches, Windows, read_rows, window_rows
+from distmlp.data.values import blame
 from distmlp.errors import ConfigError, SystemUnfitError
 from distmlp.order import Order, owned_streams
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 RESIDENT_SHARE = 0.5  # of the free memory of a rank
 CHUNK_SHARE = 0.25  # of it for decoded chunks while streaming
-HUGE = 1e18  # its square overflows float32: named as a suspect when no value is NaN or infinite
 
 
 class _Source(Protocol):
@@ -87,9 +85,40 @@ class Feed:
             source = Resident(self.shards, self._lanes, self._pool)
             self.wait_seconds += time.perf_counter() - start
             return source
-        fits = Windows.memory_bytes(self.shards, self._lanes) <= RESIDENT_SHARE * self._free_bytes
+        fits = WindowBatches.memory_bytes(self.shards, self._lanes) <= RESIDENT_SHARE * self._free_bytes
         self.shards.keep_chunks(int(CHUNK_SHARE * self._free_bytes))
-        return (Windows if fits else Singles)(self.shards, self._lanes, self._pool)
+        return (WindowBatches if fits else Singles)(self.shards, self._lanes, self._pool)
+
+    def window_rows(self) -> int:
+        """Rows of the arrays of one window."""
+        return window_rows(self._lanes)
+
+    def windows(self, rooms: Sequence[Window], convert: Callable[[Any, int, int], object]) -> Windows:
+        """Own rows window by window, for an engine that picks the rows of a batch itself. See `Windows`."""
+        self.shards.keep_chunks(int(CHUNK_SHARE * self._free_bytes))
+        if self.residence == "host":
+            self._source = self._source or self._open()
+        source = self._source if isinstance(self._source, Resident) else self.shards
+        return Windows(source, self._lanes, self._pool, rooms, convert)
+
+    def fits_memory(self, size_bytes: int) -> bool:
+        """Whether buffers of that size leave enough memory to others."""
+        return size_bytes <= RESIDENT_SHARE * self._free_bytes
+
+    def read_own(self, first: int, out: Rows, then: Callable[[], object]) -> Task:
+        """Start to read own rows from number `first` on, in storage order, into `out`; `then()` in that thread."""
+        row = self.order.owned_rows(self.streams).start + first
+
+        def read() -> None:
+            self.shards.read_into(row, row + len(out), out)
+            then()
+
+        return self._pool.submit(read)
+
+    @property
+    def threads(self) -> int:
+        """Reader threads."""
+        return self._pool.threads
 
     def advice(self) -> list[str]:
         """What slows this rank's reading down and how to mend it: layouts that do not suit streaming."""
@@ -112,29 +141,14 @@ class Feed:
         indices = self._lanes.of_batch(number)
         if not len(indices):
             return None
-        rows, place = self.batch(epoch, number), self._lanes.rows(epoch, indices)
-        names = ("inputs", "targets", "sample weights")
-        for suspicious, what in ((_not_finite, "NaN or infinite values"), (_huge, f"values beyond {HUGE:g}")):
-            for name, array in zip(names, rows.parts, strict=False):
-                found = suspicious(array.reshape(len(array), -1)).any(axis=1)
-                if found.any():
-                    return f"{self.shards.locate(place[found])}: {name} hold {what}"
-        return None
+        place = self._lanes.rows(epoch, indices)
+        rows = self.shards.empty(len(place))
+        read_rows(self.shards, place, rows)
+        return blame(self.shards, place, rows)
 
     def close(self) -> None:
         """Stop reading ahead and let the threads end."""
-        if isinstance(self._source, Windows | Singles):
+        if isinstance(self._source, WindowBatches | Singles):
             self._source.close()
         self._source = None
         self._pool.close()
-
-
-def _not_finite(array: NDArray) -> NDArray:
-    if array.dtype.kind != "f":
-        return np.zeros(array.shape, bool)
-    with np.errstate(over="ignore"):
-        return ~np.isfinite(array.astype(np.float32, copy=False))
-
-
-def _huge(array: NDArray) -> NDArray:
-    return np.abs(array.astype(np.float64)) > HUGE

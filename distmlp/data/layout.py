@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -51,7 +52,7 @@ class Layout:
     def rows(self) -> int:
         return self.shape[0]
 
-    @property
+    @cached_property  # asked for at every read
     def width(self) -> int:
         """Elements of a row, further dimensions flattened in C order."""
         return math.prod(self.shape[1:])
@@ -61,7 +62,7 @@ class Layout:
         """The stored dtype in this machine's byte order."""
         return self.dtype.newbyteorder("=")
 
-    @property
+    @cached_property  # asked for at every read
     def row_bytes(self) -> int:
         return self.width * self.dtype.itemsize
 
@@ -80,7 +81,7 @@ class Layout:
         """Chunks hold whole rows, unfiltered: parts of one can be read by themselves."""
         return self.kind == "chunked" and not self.filters and self.chunk[1:] == self.shape[1:]
 
-    @property
+    @cached_property  # asked for at every read
     def plain(self) -> bool:
         """Rows are raw bytes at an offset of the file."""
         return self.kind == "contiguous" and self.offset >= 0

@@ -48,3 +48,11 @@ class Resident:
             self._plan = (epoch, planned, rows)
         wanted = rows[indices.start - planned.start : indices.stop - planned.start]
         return self.rows.map(lambda array: array.take(wanted, axis=0))
+
+    def read_runs(self, runs: list[tuple[int, int]], out: Rows) -> None:
+        """As `Shards.read_runs`, from memory."""
+        done = 0
+        for first, count in runs:
+            for target, source in zip(out.parts, self.rows.parts, strict=True):
+                target[done : done + count] = source[first - self._first : first - self._first + count]
+            done += count

@@ -134,14 +134,12 @@ class Shards:
         self.read_into(start, stop, rows)
         return rows
 
-    def empty(self, count: int, lanes: tuple[int, ...] = ()) -> Rows:
-        """Uninitialised arrays for `count` rows; with `lanes`, of shape (count, *lanes, …)."""
-        shape = (count, *lanes)
-        targets = shape if self.labels else (*shape, self.outputs)
+    def empty(self, count: int) -> Rows:
+        """Uninitialised arrays for `count` rows."""
         return Rows(
-            np.empty((*shape, self.features), self.input_dtype),
-            np.empty(targets, self.target_dtype),
-            None if self.weight_dtype is None else np.empty(shape, self.weight_dtype),
+            np.empty((count, self.features), self.input_dtype),
+            np.empty(count if self.labels else (count, self.outputs), self.target_dtype),
+            None if self.weight_dtype is None else np.empty(count, self.weight_dtype),
         )
 
     def read_into(self, start: int, stop: int, out: Rows) -> None:
@@ -159,6 +157,13 @@ class Shards:
                     self._reader.read(layout, first, first + count, part.reshape(count, layout.width))
             done += count
             number += 1
+
+    def read_runs(self, runs: list[tuple[int, int]], out: Rows) -> None:
+        """Stretches of rows, (first global row, rows) each, one after the other into `out`. Raises DataError."""
+        done = 0
+        for first, count in runs:
+            self.read_into(first, first + count, out.map(lambda array, part=slice(done, done + count): array[part]))
+            done += count
 
     @property
     def row_bytes(self) -> int:

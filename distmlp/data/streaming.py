@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,14 @@ from distmlp.data.lanes import Lanes
 from distmlp.data.pool import Pool, Task
 from distmlp.data.shards import Rows, Shards
 from distmlp.order import WINDOW_ROWS
+
+HELD = 2  # windows in memory: the one in use and the next
+
+
+class Source(Protocol):
+    """Where windows come from: the files, or rows in memory."""
+
+    def read_runs(self, runs: list[tuple[int, int]], out: Rows) -> None: ...
 
 
 def runs(rows: NDArray) -> Iterator[tuple[int, int]]:
@@ -32,88 +41,163 @@ def read_rows(shards: Shards, rows: NDArray, out: Rows) -> None:
             target[order[begin:end]] = source
 
 
-class Windows:
-    """Window by window: all own streams' rows of one window stand in memory in the order of training.
+class Copy(Protocol):
+    """A copy under way, such as an event of CUDA."""
 
-    A window's array is (place in the window, stream, …), which is position order, so a batch is a slice.
-    Two windows are held: the one in use and the next, which the pool's threads fill stream by stream.
+    @property
+    def done(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class Window:
+    """Room for one window of all own streams, each stream's rows in the order in which they are read.
+
+    `places`: which of `rows` stands at each position of the window, int64, in position order.
     """
 
-    def __init__(self, shards: Shards, lanes: Lanes, pool: Pool) -> None:
-        self._shards, self._lanes, self._pool = shards, lanes, pool
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.places = np.empty(0, np.int64)
+        self.tasks: list[Task] = []
+        self.copy: Copy | None = None  # that reads these arrays, once the window is not needed here any more
+
+
+class Windows:
+    """Whole windows of all own streams, read ahead by the pool's threads: one read for each shuffled block.
+
+    `rooms`: at least two, to be filled in turn. `convert(window, first, stop)` is called by the thread that has read
+    rows `first` to `stop - 1` of a window.
+    """
+
+    def __init__(
+        self, source: Source, lanes: Lanes, pool: Pool, rooms: Sequence[Window],
+        convert: Callable[[Any, int, int], object] = lambda window, first, stop: None,
+    ) -> None:  # fmt: skip
+        self._source, self._lanes, self._pool, self._convert = source, lanes, pool, convert
         order = lanes.order
         longest = max(order.stream_length(stream) for stream in (lanes.streams.start, lanes.streams.stop - 1))
-        self._places = min(WINDOW_ROWS, max(1, longest))
-        self._windows = max(1, -(-longest // WINDOW_ROWS))
-        self._free = [shards.empty(self._places, (len(lanes.streams),)) for _ in range(2)]
-        self._filling: dict[tuple[int, int], tuple[Rows, list[Task]]] = {}
+        self.count = max(1, -(-longest // WINDOW_ROWS))  # windows of an epoch
+        self.span = WINDOW_ROWS * len(lanes.streams)  # own positions in one
+        self._stride = window_rows(lanes) // len(lanes.streams)  # rows of a stream in the arrays
+        self._parts = max(1, min(16, pool.threads // len(lanes.streams)))  # threads that share one stream's window
+        self._free = list(rooms)
+        self._filling: dict[int, Window] = {}
+
+    def number(self, epoch: int, index: int) -> int:
+        """The running number of the window, over all epochs, that holds own position `index` of `epoch`."""
+        return epoch * self.count + index // self.span
+
+    def get(self, number: int) -> Window:
+        """Window `number`, filled, after which those that follow are read. Raises DataError."""
+        self._keep(range(number, number + len(self._filling) + len(self._free)))
+        self.read_on(number)
+        if number not in self._filling:
+            window = self._free.pop(0)
+            assert window.copy is not None
+            window.copy.synchronize()
+            self._start(number, window)
+        window = self._filling[number]
+        for task in window.tasks:
+            task.settle()
+        for task in window.tasks:
+            task.result()
+        return window
+
+    def ready(self, number: int) -> bool:
+        """Whether `get` of window `number` would not wait."""
+        return number in self._filling and all(task.done() for task in self._filling[number].tasks)
+
+    def drop(self, number: int, copy: Copy) -> None:
+        """Window `number` is not needed any more once `copy` has ended."""
+        window = self._filling.pop(number)
+        window.copy = copy
+        self._free.append(window)
+
+    def read_on(self, number: int) -> None:
+        """Read window `number` and those that follow, as far as there is room now."""
+        for window in [window for window in self._free if window.copy is None or window.copy.done]:
+            while number in self._filling:
+                number += 1
+            self._free.remove(window)
+            self._start(number, window)
+
+    def _start(self, number: int, window: Window) -> None:
+        self._filling[number], window.copy = window, None
+        window.tasks = [self._pool.submit(self._order, number, window)]
+        for lane in range(len(self._lanes.streams)):
+            for part in range(self._parts):
+                window.tasks.append(self._pool.submit(self._fill, number, lane, part, window))
+
+    def _keep(self, numbers: range) -> None:
+        for number in [number for number in self._filling if number not in numbers]:
+            window = self._filling.pop(number)
+            for task in window.tasks:
+                task.cancelled = True
+            for task in window.tasks:
+                task.settle()  # nobody may write into an array that is used anew
+            self._free.append(window)
+
+    def _fill(self, number: int, lane: int, part: int, window: Window) -> None:
+        epoch, place = divmod(number, self.count)
+        stretches = self._lanes.order.window_runs(epoch, self._lanes.streams.start + lane, place)
+        mine = stretches[len(stretches) * part // self._parts : len(stretches) * (part + 1) // self._parts]
+        first = lane * self._stride + sum(count for _, count in stretches[: len(stretches) * part // self._parts])
+        stop = first + sum(count for _, count in mine)
+        if first < stop:
+            self._source.read_runs(mine, window.rows.map(lambda array: array[first:stop]))
+            self._convert(window, first, stop)
+
+    def _order(self, number: int, window: Window) -> None:
+        order, streams = self._lanes.order, self._lanes.streams
+        epoch, place = divmod(number, self.count)
+        places = np.full((self._stride, len(streams)), -1, np.int64)  # streams may differ in length by one row
+        for lane, stream in enumerate(streams):
+            own = order.window_places(epoch, stream, place)
+            places[: len(own), lane] = lane * self._stride + own
+        window.places = places[places >= 0]
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._keep(range(0))
+
+
+class WindowBatches:
+    """Batches out of windows in host memory."""
+
+    def __init__(self, shards: Shards, lanes: Lanes, pool: Pool) -> None:
+        self._shards, self._lanes = shards, lanes
+        rooms = [Window(shards.empty(window_rows(lanes))) for _ in range(HELD)]
+        self._windows = Windows(shards, lanes, pool, rooms)
 
     @staticmethod
     def memory_bytes(shards: Shards, lanes: Lanes) -> int:
         """Bytes that streaming by windows holds."""
-        longest = lanes.order.stream_length(lanes.streams.start)
-        return 2 * min(WINDOW_ROWS, longest) * len(lanes.streams) * shards.row_bytes
+        return HELD * window_rows(lanes) * shards.row_bytes
 
     def batch(self, epoch: int, indices: range) -> Rows:
-        """The rows at own `indices` of `epoch`. Views that hold until the next call."""
-        span = WINDOW_ROWS * len(self._lanes.streams)
+        """The rows at own `indices` of `epoch`, copied."""
+        span = self._windows.span
         parts = []
         for window in range(indices.start // span, -(-indices.stop // span)):
             first = window * span
             begin, end = max(indices.start, first) - first, min(indices.stop, first + span) - first
-            rows = self._window(epoch, window)
-            part = rows.map(lambda array, begin=begin, end=end: array.reshape(-1, *array.shape[2:])[begin:end])
-            parts.append(part if len(indices) <= end - begin else part.map(np.copy))
+            held = self._windows.get(self._windows.number(epoch, first))
+            wanted = held.places[begin:end]
+            parts.append(held.rows.map(lambda array, wanted=wanted: array.take(wanted, axis=0)))
         if len(parts) == 1:
             return parts[0]
         if not parts:
             return self._shards.empty(0)
         return Rows(*(np.concatenate(arrays) for arrays in zip(*(part.parts for part in parts), strict=True)))
 
-    def _window(self, epoch: int, window: int) -> Rows:
-        """Window `window` of `epoch`, filled; starts to fill the one after it."""
-        key, following = (epoch, window), (epoch, window + 1)
-        if window + 1 == self._windows:
-            following = (epoch + 1, 0)
-        self._keep({key, following})
-        for wanted in (key, following):
-            if wanted not in self._filling:
-                self._filling[wanted] = self._start(*wanted)
-        rows, tasks = self._filling[key]
-        for task in tasks:
-            task.result()
-        return rows
-
-    def _start(self, epoch: int, window: int) -> tuple[Rows, list[Task]]:
-        rows = self._free.pop()
-        return rows, [
-            self._pool.submit(self._fill, epoch, window, lane, rows) for lane in range(len(self._lanes.streams))
-        ]
-
-    def _keep(self, keys: set[tuple[int, int]]) -> None:
-        for key in set(self._filling) - keys:
-            rows, tasks = self._filling.pop(key)
-            for task in tasks:
-                task.cancelled = True
-            for task in tasks:
-                task.settle()  # nobody may write into an array that is used anew
-            self._free.append(rows)
-
-    def _fill(self, epoch: int, window: int, lane: int, out: Rows) -> None:
-        order, stream = self._lanes.order, self._lanes.streams.start + lane
-        if window * WINDOW_ROWS >= order.stream_length(stream):
-            return
-        rows, places = order.window(epoch, stream, window)
-        read = self._shards.empty(len(rows))
-        for begin, end in runs(rows):
-            piece = read.map(lambda array, part=slice(begin, end): array[part])
-            self._shards.read_into(int(rows[begin]), int(rows[begin]) + end - begin, piece)
-        for target, source in zip(out.parts, read.parts, strict=True):
-            target[: len(rows), lane] = source[places]
-
     def close(self) -> None:
         """Stop reading ahead."""
-        self._keep(set())
+        self._windows.close()
+
+
+def window_rows(lanes: Lanes) -> int:
+    """Rows of the arrays of one window."""
+    return len(lanes.streams) * max(1, min(WINDOW_ROWS, lanes.order.stream_length(lanes.streams.start)))
 
 
 class Singles:

@@ -123,6 +123,7 @@ class Table:
                     f"{self.where}, {what} {numbers[row]}, column `{self.names[self.used[place]]}`: "
                     "the value is missing; say what to do with --missing drop, or --missing VALUE"
                 )
+        self._refuse_infinite(values, numbers, what)
         targets = values[:, self.targets]
         if self.labels:
             if (targets != np.floor(targets)).any():
@@ -133,3 +134,14 @@ class Table:
             targets = targets.astype(np.float32)
         weights = values[:, self.weights[0]].astype(np.float32) if self.weights else None
         return Rows(values[:, self.inputs].astype(np.float32), targets, weights)
+
+    def _refuse_infinite(self, values: NDArray, numbers: Sequence[int], what: str) -> None:
+        """Numbers beyond float32, in which rows are stored: "1e400" is read as infinity, "1e39" would become it."""
+        beyond = np.abs(values[:, self.used]) > np.finfo(np.float32).max
+        if beyond.any():
+            row, place = np.argwhere(beyond)[0]
+            where = f"{self.where}, {what} {numbers[row]}" if len(numbers) == len(values) else self.where
+            raise DataError(
+                f"{where}, column `{self.names[self.used[place]]}`: {values[row, self.used[place]]:g} is infinite or "
+                "beyond float32, which holds up to 3.4e38; scale the column, or leave the row out"
+            )

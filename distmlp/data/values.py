@@ -14,10 +14,11 @@ from distmlp.errors import DataError
 
 if TYPE_CHECKING:
     from distmlp.data.layout import Layout
-    from distmlp.data.shards import Shards
+    from distmlp.data.shards import Rows, Shards
 
 PIECE_BYTES = 16 << 20
 LARGEST_CLASSES = 1 << 24
+HUGE = 1e18  # its square overflows float32: named as a suspect when no value is NaN or infinite
 
 Range = tuple[Any, Any]  # smallest and largest finite value, None where there is none
 Found = dict[tuple[str, str], Range | str]  # (path, role) → the range of its values, or why they cannot be read
@@ -111,3 +112,28 @@ def _outside(layout: Layout, low: Any, high: Any, limit: float, rule: str) -> st
     if low is None or (low >= 0 and high <= limit):
         return ""
     return f"dataset `{layout.name}`: values from {low:g} to {high:g}; {rule}"
+
+
+def blame(shards: Shards, numbers: NDArray, rows: Rows) -> str | None:
+    """Where `rows`, with these global `numbers`, hold NaN, infinity or numbers too large for float32 arithmetic.
+
+    "file rows 3, 7: inputs hold nan", or None when every value is ordinary.
+    """
+    names = ("inputs", "targets", "sample weights")
+    for suspicious, what in ((_not_finite, "NaN or infinite values"), (_huge, f"values beyond {HUGE:g}")):
+        for name, array in zip(names, rows.parts, strict=False):
+            found = suspicious(array.reshape(len(array), -1)).any(axis=1)
+            if found.any():
+                return f"{shards.locate(numbers[found])}: {name} hold {what}"
+    return None
+
+
+def _not_finite(array: NDArray) -> NDArray:
+    if array.dtype.kind != "f":
+        return np.zeros(array.shape, bool)
+    with np.errstate(over="ignore"):
+        return ~np.isfinite(array.astype(np.float32, copy=False))
+
+
+def _huge(array: NDArray) -> NDArray:
+    return np.abs(array.astype(np.float64)) > HUGE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 import cupy
@@ -18,9 +20,11 @@ from distmlp.order import Order
 
 if TYPE_CHECKING:
     from distmlp.data.feed import Feed
+    from distmlp.data.pool import Task
     from distmlp.data.shards import Rows
 
 PIECE_BYTES = 64 << 20  # of streamed rows that one launch takes
+READ_BYTES = 8 << 20  # of resident rows that one thread reads at a time
 INDEX_ROWS = 1 << 32  # the index table counts in uint32
 
 
@@ -60,6 +64,30 @@ class HostParts:
         return [(name, part) for name, part in parts.items() if part is not None]
 
 
+class Staging:
+    """Pinned room for `count` rows of a feed as the kernels take them. The inputs are read where they are sent from."""
+
+    def __init__(self, feed: Feed, count: int, targets: Affine) -> None:
+        formats = HostParts(feed.shards.empty(0), targets).items()
+        self.host: dict[str, NDArray] = {name: pinned_array(count, part) for name, part in formats}
+        raw = feed.shards.empty(0)
+        others = [np.empty((count, *part.shape[1:]), part.dtype) for part in raw.parts[1:]]
+        self.rows = type(raw)(self.host["inputs"], *others)
+        self._targets = targets
+
+    def convert(self, first: int, stop: int) -> None:
+        """Rows `first` to `stop - 1` of `rows` have been read: the rest of them, as the kernels take it."""
+        parts = HostParts(self.rows.map(lambda array: array[first:stop]), self._targets)
+        for name, part in parts.items()[1:]:
+            self.host[name][first:stop] = part
+
+
+def pinned_array(count: int, like: NDArray) -> NDArray:
+    """Page-locked (count, …) for rows such as those of `like`."""
+    size = count * int(np.prod(like.shape[1:], dtype=np.int64)) * like.dtype.itemsize
+    return pinned(size)[:size].view(like.dtype).reshape(count, *like.shape[1:])
+
+
 def raw_type(sample: Rows) -> str:
     """Kind and bytes of the inputs as they go to the device, such as "f4"."""
     return layout.RAW_TYPES[layout.raw_type(HostParts(sample, Affine(None, np.float32)).inputs.dtype)]
@@ -76,19 +104,58 @@ class RawPlace:
 
 
 class ResidentRows:
-    """All own rows and the index table of one epoch."""
+    """All own rows and the index table of one epoch. Files are read piece by piece: no host holds all of them."""
 
-    steps_per_launch = 1 << 30
-
-    def __init__(self, rows: Rows, targets: Affine, own: OwnRows, ledger: Ledger, capability: int) -> None:
-        self._own, self._epoch = own, -1
-        parts = HostParts(rows, targets)
-        buffers = [Buffer(name, part.nbytes) for name, part in parts.items()]
+    def __init__(self, feed: Feed, targets: Affine, own: OwnRows, ledger: Ledger, capability: int) -> None:
+        self._own, self._epoch, self._ledger = own, -1, ledger
+        if hasattr(feed, "read_own"):
+            parts = HostParts(feed.shards.empty(1), targets).items()
+            buffers = [Buffer(name, own.count * part.nbytes) for name, part in parts]
+        else:  # rows that are in memory anyway
+            parts = HostParts(feed.resident(), targets).items()
+            buffers = [Buffer(name, part.nbytes) for name, part in parts]
         self.place = RawPlace(Arena([*buffers, Buffer("index", 4 * own.count)], ledger.stream))
-        for name, part in parts.items():
-            ledger.upload(self.place.arena.address(name), part)
+        if hasattr(feed, "read_own"):
+            self._read(feed, targets)
+        else:
+            for name, part in parts:
+                ledger.upload(self.place.arena.address(name), part)
+        size = own.count * (4 + sum(part[:1].nbytes for _, part in parts))
+        self.about = f"rows on the GPU: {size:,} bytes, {cupy.cuda.runtime.memGetInfo()[0]:,} stay free"
         module = Module(compiler.cubin("order.cu", {}, capability), ledger)
         self._fill_index = module.kernel("fill_index", max(1, min(1024, -(-own.count // 256))), 256)
+
+    def _read(self, feed: Feed, targets: Affine) -> None:
+        """All rows by way of a few pinned pieces, each read by one thread while others are copied."""
+        rows = max(1, min(self._own.count, READ_BYTES // max(1, feed.shards.row_bytes)))
+        pieces = [Staging(feed, rows, targets) for _ in range(min(feed.threads + 2, -(-self._own.count // rows)))]
+        starts = list(range(0, self._own.count, rows))
+        under_way: deque[tuple[int, Task]] = deque()
+        copied = [cupy.cuda.Event(disable_timing=True) for _ in pieces]
+        for number in range(len(starts) + len(pieces)):
+            turn = number % len(pieces)
+            if len(under_way) == len(pieces) or (number >= len(starts) and under_way):
+                first, task = under_way.popleft()
+                task.result()
+                piece = pieces[first // rows % len(pieces)]
+                count = min(rows, self._own.count - first)
+                for name, array in piece.host.items():
+                    address = self.place.arena.address(name) + first * array[:1].nbytes
+                    self._ledger.upload(address, array[:count])
+                copied[first // rows % len(pieces)].record(self._ledger.stream)
+            if number < len(starts):
+                if number >= len(pieces):
+                    copied[turn].synchronize()
+                count, piece = min(rows, self._own.count - starts[number]), pieces[turn]
+                part = piece.rows.map(lambda array, count=count: array[:count])
+                under_way.append(
+                    (starts[number], feed.read_own(starts[number], part, partial(piece.convert, 0, count)))
+                )
+        self._ledger.stream.synchronize()  # before the pinned pieces go
+
+    def steps_at_once(self, epoch: int, first: int, most: int) -> int:
+        """How many of the next `most` batches one launch may take."""
+        return most
 
     @staticmethod
     def bytes_needed(feed: Feed, own: OwnRows, outputs: int) -> int:
@@ -117,6 +184,8 @@ class StreamedRows:
     A pinned buffer is written again only after its copy has ended, a place only after the launch that reads it.
     """
 
+    about = "rows streamed batch by batch"
+
     def __init__(self, feed: Feed, sample: Rows, targets: Affine, own: OwnRows, ledger: Ledger) -> None:
         self._feed, self._targets, self._own, self._ledger = feed, targets, own, ledger
         parts = HostParts(sample, targets)
@@ -127,6 +196,10 @@ class StreamedRows:
         self._copies = cupy.cuda.Stream(non_blocking=True)
         self._slots = [_Slot(self._formats, batch * self.steps_per_launch, ledger.stream) for _ in range(2)]
         self._turn = 0
+
+    def steps_at_once(self, epoch: int, first: int, most: int) -> int:
+        """How many of the next `most` batches one launch may take."""
+        return min(most, self.steps_per_launch)
 
     def prepare(self, epoch: int, numbers: range) -> tuple[RawPlace, NDArray]:
         """Read batches `numbers` and send them on their way; `first` of each counts from the start of the place.
@@ -162,8 +235,7 @@ class _Slot:
     ) -> None:
         self.host = {}
         for name, (shape, dtype) in formats.items():
-            size = rows * int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            self.host[name] = pinned(size)[:size].view(dtype).reshape(rows, *shape)
+            self.host[name] = pinned_array(rows, np.empty((0, *shape), dtype))
         self.place = RawPlace(Arena([Buffer(name, array.nbytes) for name, array in self.host.items()], stream))
         self.copied, self.used = cupy.cuda.Event(disable_timing=True), cupy.cuda.Event(disable_timing=True)
         self.copied.record(stream)

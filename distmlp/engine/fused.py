@@ -17,6 +17,7 @@ from distmlp.engine.affine import Affine
 from distmlp.engine.backprop import Layers
 from distmlp.engine.device_memory import Ledger, pinned
 from distmlp.engine.device_rows import INDEX_ROWS, OwnRows, ResidentRows, StreamedRows, fits_device, raw_type
+from distmlp.engine.device_windows import WindowRows
 from distmlp.engine.fused_state import DeviceState, check_capability, describe_device
 from distmlp.engine.optimizers import needs_norm, slot_names
 from distmlp.engine.peers import PeerSum, open_peers
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from distmlp.data.feed import Feed
     from distmlp.data.shards import Rows
 
+Placed = ResidentRows | StreamedRows | WindowRows
 NO_ROWS = (np.uint64(0),) * 5
 LAUNCH_SECONDS = 0.25  # a launch should not take longer: stop requests are looked at between launches
 
@@ -82,14 +84,16 @@ class FusedEngine:
         )
         self._reduction: Reduction | None = None
         self._peers: PeerSum | None = None
-        self._most_steps = MAX_STEPS if self._rows is None else self._rows.steps_per_launch
+        self._uneven = False  # ranks may have to take different numbers of steps a launch
         self._seconds = 0.0  # a step of the last launch
         self._before = pinned(layout.STEP_RESULT.itemsize).view(layout.STEP_RESULT)  # what came of the step before
         self._passes = _DevicePasses(self._state, config, network, standardization)
         self._launch_steps = 16
         self.reason = f"GPU {device.name}, {self.plan.kernel} kernel, {self.precision} products"
+        if self._rows is not None:
+            self.reason += f", {self._rows.about}"
 
-    def _place_rows(self, feed: Feed, own: OwnRows, sample: Rows, targets: Affine) -> ResidentRows | StreamedRows:
+    def _place_rows(self, feed: Feed, own: OwnRows, sample: Rows, targets: Affine) -> Placed:
         wanted = self._config.data.residence
         needed = ResidentRows.bytes_needed(feed, own, self._network.outputs)
         fits = own.count < INDEX_ROWS and fits_device(needed)
@@ -99,7 +103,11 @@ class FusedEngine:
                 f'{cupy.cuda.runtime.memGetInfo()[0]:,} free; use "auto", "host" or "stream"'
             )
         if wanted in ("auto", "device") and fits:
-            return ResidentRows(feed.resident(), targets, own, self._ledger, self._device.capability)
+            return ResidentRows(feed, targets, own, self._ledger, self._device.capability)
+        if hasattr(feed, "windows"):
+            on_host, on_device = WindowRows.bytes_needed(feed, own, self._network.outputs)
+            if feed.fits_memory(on_host) and fits_device(on_device):
+                return WindowRows(feed, targets, own, self._ledger)
         return StreamedRows(feed, sample, targets, own, self._ledger)
 
     def connect(self, transport: str) -> str:
@@ -109,7 +117,7 @@ class FusedEngine:
         """
         if transport == "peer":
             self._peers, note = open_peers(self._state, self._world, self._config.run.stall_timeout)
-            self._most_steps = min(self._world.all_gather(self._most_steps))
+            self._uneven = not all(self._world.all_gather(isinstance(self._rows, ResidentRows)))
         else:
             self._reduction, note = open_reduction(transport, self._state, self._world)
         self.transport = transport
@@ -128,13 +136,14 @@ class FusedEngine:
         assert self._reduction or self._peers or self._world.size == 1, "connect() comes first"
         waited = feed.wait_seconds
         communicated = self._communicated
-        self._state.pack("parameters")
+        self._state.prepare_training()
         report = StepReport(np.empty(0), np.empty(0))
         parts = [np.empty(0, layout.STEP_RESULT)]
         train = self._train_reduced if self._reduction else self._train_peers if self._peers else self._train_alone
         done = 0
         while done < len(rates) and report.nonfinite is None and not report.stopped:
-            results, report.stopped = train(rows, epoch, first + done, rates[done : done + self._steps_at_once()])
+            count = self._steps_at_once(rows, epoch, first + done, len(rates) - done)
+            results, report.stopped = train(rows, epoch, first + done, rates[done : done + count])
             bad = np.flatnonzero(results["status"] == layout.NOT_FINITE)
             if len(bad):
                 report.nonfinite, report.stopped = done + int(bad[0]), False
@@ -153,12 +162,13 @@ class FusedEngine:
         joined = self._reduction or self._peers
         return joined.seconds if joined else 0.0
 
-    def _steps_at_once(self) -> int:
-        return MAX_STEPS if self._reduction else min(self._launch_steps, self._most_steps, MAX_STEPS)
+    def _steps_at_once(self, rows: Placed, epoch: int, first: int, left: int) -> int:
+        if self._reduction:
+            return MAX_STEPS
+        count = rows.steps_at_once(epoch, first, min(left, self._launch_steps, MAX_STEPS))
+        return min(self._world.all_gather(count)) if self._uneven else count
 
-    def _train_alone(
-        self, rows: ResidentRows | StreamedRows, epoch: int, first: int, rates: NDArray
-    ) -> tuple[NDArray, bool]:
+    def _train_alone(self, rows: Placed, epoch: int, first: int, rates: NDArray) -> tuple[NDArray, bool]:
         """All steps in one launch; their results (steps,) and whether to stop."""
         started = perf_counter()
         place, firsts = rows.prepare(epoch, range(first, first + len(rates)))
@@ -173,9 +183,7 @@ class FusedEngine:
         """Choose how many steps the next launch takes, from the `seconds` a step takes."""
         self._launch_steps = int(min(max(LAUNCH_SECONDS / seconds, 1), MAX_STEPS))
 
-    def _train_peers(
-        self, rows: ResidentRows | StreamedRows, epoch: int, first: int, rates: NDArray
-    ) -> tuple[NDArray, bool]:
+    def _train_peers(self, rows: Placed, epoch: int, first: int, rates: NDArray) -> tuple[NDArray, bool]:
         """As `_train_alone`; the kernels of all ranks exchange gradients and votes every step."""
         peers, world = self._peers, self._world
         assert peers is not None
@@ -201,9 +209,7 @@ class FusedEngine:
             self._pace(seconds / world.size)
         return results, bool(stop)
 
-    def _train_reduced(
-        self, rows: ResidentRows | StreamedRows, epoch: int, first: int, rates: NDArray
-    ) -> tuple[NDArray, bool]:
+    def _train_reduced(self, rows: Placed, epoch: int, first: int, rates: NDArray) -> tuple[NDArray, bool]:
         """As `_train_alone`, with the ranks' gradients summed after every launch.
 
         A launch begins with the update of the step before; one more launch does the last update.

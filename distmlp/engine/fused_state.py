@@ -58,6 +58,8 @@ class DeviceState:
         `apply_first`: the gradient buffer holds the reduced gradient of step begin - 1, whose update comes first.
         """
         self._train(*rows, np.int32(begin), np.int32(end), np.int32(apply_first), *self._special_arguments)
+        if self.plan.special is not None:
+            self._packed_from = ""  # it need not keep the general kernel's copies
 
     def join_peers(self, peers: NDArray) -> Kernel:
         """Sum gradients inside the kernel from now on, with the ranks of `peers` (see `Peers` in peers.cuh).
@@ -166,6 +168,11 @@ class DeviceState:
         """Let steps happen again after a step that was not finite."""
         offset = layout.offset(layout.CONTROL, "frozen")
         self.ledger.upload(self.arena.address("control") + offset, np.zeros(1, np.uint32))
+
+    def prepare_training(self) -> None:
+        """Make the weight copies those of the parameters, where the training kernel reads them."""
+        if self.plan.special is None:
+            self.pack("parameters")
 
     def pack(self, source: str) -> None:
         """Make the weight copies those of flat buffer `source`, "parameters" or "ema"."""

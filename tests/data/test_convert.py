@@ -89,6 +89,9 @@ def test_missing_values(tmp_path):
         ("a,b\n1,2\n", {"targets": "c"}, "no column `c`; it has a, b"),
         ("a,b\n1,2\n", {"categories": {"c": ["y"]}}, "no column `c`"),
         ("a,a\n1,2\n", {}, "two columns are called `a`"),
+        ("a,b\n1,2\n3,1e400\n", {}, "line 3, column `b`: inf is infinite or beyond float32"),
+        ("a,b\n-1e39,2\n", {}, "line 2, column `a`: -1e\\+39 is infinite or beyond float32"),
+        ("a,b\n1,inf\n", {"labels": True}, "column `b`: inf is infinite"),
         ("a\n1\n", {}, "no column is left for the inputs"),
         ("a,b\n1,2.5\n", {"labels": True}, "class label 2.5 is not a whole number"),
         ('a,b\n1,"2\n', {}, "quotation mark is never closed"),
@@ -252,6 +255,23 @@ def test_nothing_is_overwritten_unless_asked(tmp_path):
     assert (tmp_path / "o-00002.h5").stat().st_mtime_ns == before
     convert([source], tmp_path / "o.h5", rows_per_shard=2, overwrite=True)
     assert sorted(path.name for path in tmp_path.glob("o*")) == ["o-00000.h5", "o-00001.h5"]
+
+
+def test_an_interrupted_conversion_goes_on_by_shard(tmp_path):
+    source = csv(tmp_path, "".join(f"{k},{k}\n" for k in range(10)))
+    whole = convert([source], tmp_path / "o.h5", rows_per_shard=4)
+    kept = [path.stat().st_mtime_ns for path in whole.paths[:2]]
+    wanted = content(whole.paths[2])["inputs"].tolist()
+    whole.paths[2].unlink()  # as if killed before the last was complete
+    again = convert([source], tmp_path / "o.h5", rows_per_shard=4, resume=True)
+    assert (again.paths, again.rows) == (whole.paths, whole.rows)
+    assert [path.stat().st_mtime_ns for path in whole.paths[:2]] == kept
+    assert content(whole.paths[2])["inputs"].tolist() == wanted
+    with pytest.raises(DataError, match=r"o-00000\.h5, dataset `inputs`: holds other rows than these sources"):
+        convert([source], tmp_path / "o.h5", rows_per_shard=3, resume=True)
+    changed = csv(tmp_path, "".join(f"{k},{k + (k == 6)}\n" for k in range(10)))
+    with pytest.raises(DataError, match=r"o-00001\.h5, dataset `targets`: holds other rows"):
+        convert([changed], tmp_path / "o.h5", rows_per_shard=4, resume=True)
 
 
 def test_sources_that_do_not_fit_together(tmp_path):

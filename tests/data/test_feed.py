@@ -16,7 +16,7 @@ from distmlp.data import feed as feed_module
 from distmlp.data import streaming
 from distmlp.data.feed import Feed
 from distmlp.data.lanes import Lanes
-from distmlp.data.streaming import Singles, Windows, runs
+from distmlp.data.streaming import Singles, WindowBatches, runs
 from distmlp.errors import ConfigError, DataError, SystemUnfitError
 from distmlp.order import Order, owned_streams
 
@@ -220,11 +220,11 @@ def test_streaming_holds_two_windows_and_no_more(ids, monkeypatch):
     order = Order(ids[0].rows, 4, 50, 0, True)
     made = []
     real = ids[0].empty
-    monkeypatch.setattr(ids[0], "empty", lambda *shape: made.append(shape) or real(*shape))
+    monkeypatch.setattr(ids[0], "empty", lambda count: made.append(count) or real(count))
     feed = Feed(ids[0], order, alone(), "stream")
     for number in range(order.batches_per_epoch):
         feed.batch(0, number)
-    assert [shape for shape in made if len(shape) > 1] == [(64, (4,))] * 2
+    assert [count for count in made if count > 1] == [4 * 64] * 2  # one row to count its bytes
     feed.close()
 
 
@@ -244,7 +244,7 @@ def test_where_rows_are_kept(ids, monkeypatch):
     free(needed // 4)
     with pytest.raises(SystemUnfitError, match=f"needs {needed:,} bytes, but {needed // 4:,} are free"):
         Feed(ids[0], order, alone(), "host")
-    for count, kind in ((16 * needed, Windows), (8, Singles)):
+    for count, kind in ((16 * needed, WindowBatches), (8, Singles)):
         free(count)
         feed = Feed(ids[0], order, alone(), "stream")
         feed.batch(0, 0)

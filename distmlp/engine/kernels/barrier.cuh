@@ -27,13 +27,22 @@ struct GridBarrier {
 
     // All writes of all blocks before it are seen by all blocks after it.
     __device__ __forceinline__ void wait() {
+        arrive();
+        await();
+    }
+
+    // Its two halves, for work in between that no other block depends on.
+    __device__ __forceinline__ void arrive() {
         __syncthreads();
         if (threadIdx.x == 0) {
             target += gridDim.x;
             add_release(arrivals, 1);
+        }
+    }
+    __device__ __forceinline__ void await() {
+        if (threadIdx.x == 0)
             while (load_acquire(arrivals) < target) {
             }
-        }
         __syncthreads();
     }
 };

@@ -1,0 +1,127 @@
+"""Windows and resident pieces on the way to the device, with host memory in place of the GPU's."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from data.samples import at, open_shards, write_ids
+
+from distmlp.data.feed import Feed
+from distmlp.order import Order, owned_streams
+
+cupy = pytest.importorskip("cupy")
+from distmlp.engine import device_rows, device_windows  # noqa: E402
+from distmlp.engine.affine import Affine  # noqa: E402
+
+
+class Event:
+    done = True
+
+    def __init__(self, **options):
+        pass
+
+    def record(self, stream=None):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+class Stream:
+    def __init__(self, **options):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+class Memory:
+    """What `Arena` is to the engine."""
+
+    def __init__(self, buffers, stream):
+        self.pieces = {buffer.name: np.full(buffer.size_bytes, 0xFF, np.uint8) for buffer in buffers}
+
+    def address(self, name):
+        return self.pieces[name].ctypes.data if name in self.pieces else 0
+
+    def view(self, name, dtype, *shape):
+        piece = self.pieces[name].view(dtype)
+        return piece.reshape(-1, *shape)
+
+
+class Ledger:
+    def __init__(self):
+        self.stream, self.uploaded = Stream(), 0
+
+    def upload(self, address, array, stream=None):
+        assert array.flags.c_contiguous
+        ctypes.memmove(address, array.ctypes.data, array.nbytes)
+        self.uploaded += array.nbytes
+
+
+@pytest.fixture
+def on_host(monkeypatch):
+    monkeypatch.setattr(cupy.cuda, "Event", Event)
+    monkeypatch.setattr(cupy.cuda, "Stream", Stream)
+    for module in (device_rows, device_windows):
+        monkeypatch.setattr(module, "Arena", Memory)
+        monkeypatch.setattr(module, "pinned", lambda size: np.empty(max(1, size), np.uint8))
+    monkeypatch.setattr(cupy.cuda.runtime, "memGetInfo", lambda: (1, 1))
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rows")
+    write_ids(folder, (9000, 1, 20_999))
+    return open_shards(folder)
+
+
+@pytest.mark.parametrize(("batch", "ranks"), [(333, 1), (1000, 3), (13_000, 1), (30_000, 2), (4, 4)])
+@pytest.mark.parametrize(("residence", "shuffle"), [("stream", True), ("host", True), ("stream", False)])
+def test_the_index_table_finds_the_rows_of_every_batch(on_host, shards, batch, ranks, residence, shuffle):
+    order = Order(shards.rows, 4, batch, 11, shuffle)
+    for rank in range(ranks):
+        own = device_rows.OwnRows(order, owned_streams(4, ranks, rank))
+        feed = Feed(shards, order, at(rank, ranks), residence, 3)
+        affine = Affine((np.array([7.0]), np.array([2.0])), np.float32)
+        rows = device_windows.WindowRows(feed, affine, own, Ledger())
+        for epoch, begin, end in ((0, 0, order.batches_per_epoch), (1, 0, 3), (4, order.batches_per_epoch // 2, 10**9)):
+            first = begin
+            while first < min(end, order.batches_per_epoch, begin + 200):
+                count = rows.steps_at_once(epoch, first, min(50, order.batches_per_epoch - first))
+                place, firsts = rows.prepare(epoch, range(first, first + count))
+                sizes = np.diff(own.bounds(first, count))
+                index = place.arena.view("index", "u4")
+                for number, start, size in zip(range(first, first + count), firsts, sizes, strict=True):
+                    wanted = order.batch_rows(epoch, number, own.streams)
+                    found = index[start : start + size]
+                    np.testing.assert_array_equal(place.arena.view("inputs", "f4", 3)[found, 0], wanted)
+                    targets = place.arena.view("targets", "f4", 1)[found, 0]
+                    np.testing.assert_array_equal(targets, (wanted.astype("f4") - 7) / 2)
+                rows.launched()
+                first += count
+        feed.close()
+
+
+@pytest.mark.parametrize("piece", [1, 5000, 1 << 30])
+def test_resident_rows_arrive_piece_by_piece(on_host, shards, monkeypatch, piece):
+    monkeypatch.setattr(device_rows, "READ_BYTES", piece * 16)
+    monkeypatch.setattr(device_rows.compiler, "cubin", lambda *arguments: b"")
+    monkeypatch.setattr(device_rows, "Module", lambda *arguments: SimpleNamespace(kernel=lambda *shape: None))
+    order = Order(shards.rows, 4, 100, 0, True)
+    for rank in range(2):
+        feed = Feed(shards, order, at(rank, 2), "auto", 2)
+        own = device_rows.OwnRows(order, feed.streams)
+        if piece == 1:
+            own.count = 37
+        rows = device_rows.ResidentRows(feed, Affine(None, np.float32), own, Ledger(), 90)
+        wanted = np.arange(own.count) + order.owned_rows(feed.streams).start
+        np.testing.assert_array_equal(rows.place.arena.view("inputs", "f4", 3)[:, 0], wanted)
+        np.testing.assert_array_equal(rows.place.arena.view("targets", "f4", 1)[:, 0], wanted)
+        feed.close()
