@@ -145,7 +145,8 @@ from distmlp import RunConfig, train
 from distmlp.comm.world import open_world
 world = open_world(try_devices=True)
 Path(sys.argv[2] + f".pid{world.rank}").write_text(str(os.getpid()))
-train(RunConfig.load(sys.argv[1], ["run.transport=" + sys.argv[3], "run.epochs=1000000", *sys.argv[4:]], sys.argv[2]), world=world)
+settings = ["run.transport=" + sys.argv[3], "run.epochs=1000000", *sys.argv[4:]]
+train(RunConfig.load(sys.argv[1], settings, sys.argv[2]), world=world)
 """
 
 
