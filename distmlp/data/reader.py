@@ -80,14 +80,16 @@ class RowReader:
             out[...] = np.frombuffer(layout.fill, layout.dtype)[0]
 
     def _read_plain(self, layout: Layout, start: int, stop: int, out: NDArray) -> None:
-        self._read_raw(layout, layout.offset + start * layout.row_bytes, out, layout.where(start, stop))
+        self._read_raw(layout, layout.offset + start * layout.row_bytes, out, start, stop)
 
-    def _read_raw(self, layout: Layout, offset: int, out: NDArray, where: str) -> None:
-        """Values that lie together at `offset` into `out`, straight where its type and order allow."""
+    def _read_raw(self, layout: Layout, offset: int, out: NDArray, start: int, stop: int) -> None:
+        """Rows that lie together at `offset` into `out`, straight where its type and order allow."""
         direct = out.dtype == layout.dtype and out.flags.c_contiguous
         raw = out if direct else np.empty(out.shape, layout.dtype)
         if not self._fill(layout.path, offset, raw.data.cast("B") if raw.size else memoryview(b"")):
-            raise DataError(f"{where}: the file ends before them; it was cut off after it was checked")
+            raise DataError(
+                f"{layout.where(start, stop)}: the file ends before them; it was cut off after it was checked"
+            )
         if not direct:
             out[...] = raw
 
@@ -129,7 +131,7 @@ class RowReader:
             return
         if size != layout.chunk_bytes:
             raise DataError(f"{where}: the chunk is damaged: {size} bytes, expected {layout.chunk_bytes}")
-        self._read_raw(layout, offset + (first - row * layout.chunk[0]) * layout.row_bytes, out, where)
+        self._read_raw(layout, offset + (first - row * layout.chunk[0]) * layout.row_bytes, out, first, last)
 
     def _chunk(self, layout: Layout, cell: tuple[int, ...], keep: bool) -> NDArray:
         number = int(np.ravel_multi_index(cell, layout.grid))

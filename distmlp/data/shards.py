@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -69,7 +70,8 @@ class Shards:
         self.files = tuple(files)
         self.paths = tuple(file["inputs"].path for file in files)
         self.starts = np.cumsum([0] + [file["inputs"].rows for file in files])
-        self.rows = int(self.starts[-1])
+        self._bounds: list[int] = self.starts.tolist()
+        self.rows = self._bounds[-1]
         self.labels, self.loss = labels, loss
         first = self.files[0]
         self.features = first["inputs"].width
@@ -144,26 +146,27 @@ class Shards:
 
     def read_into(self, start: int, stop: int, out: Rows) -> None:
         """Global rows `start` to `stop - 1` into arrays made by `empty`."""
-        number = int(np.searchsorted(self.starts, start, side="right")) - 1
-        done = 0
-        while start + done < stop:
-            base, end = int(self.starts[number]), int(self.starts[number + 1])
-            count = min(stop, end) - (start + done)
-            first = start + done - base
-            for role, array in zip(ROLES, (out.inputs, out.targets, out.weights), strict=True):
-                layout = self.files[number].get(role)
-                if layout is not None and array is not None:
-                    part = array[done : done + count]
-                    self._reader.read(layout, first, first + count, part.reshape(count, layout.width))
-            done += count
-            number += 1
+        self.read_runs([(start, stop - start)], out)
 
-    def read_runs(self, runs: list[tuple[int, int]], out: Rows) -> None:
+    def read_runs(self, runs: Sequence[tuple[int, int]], out: Rows) -> None:
         """Stretches of rows, (first global row, rows) each, one after the other into `out`. Raises DataError."""
-        done = 0
-        for first, count in runs:
-            self.read_into(first, first + count, out.map(lambda array, part=slice(done, done + count): array[part]))
-            done += count
+        pieces = [piece for first, count in runs for piece in self._pieces(first, count)]
+        for role, array in zip(ROLES, (out.inputs, out.targets, out.weights), strict=True):
+            if array is None or role not in self.files[0]:
+                continue
+            flat, done = array.reshape(len(array), self.files[0][role].width), 0
+            for number, first, count in pieces:
+                self._reader.read(self.files[number][role], first, first + count, flat[done : done + count])
+                done += count
+
+    def _pieces(self, row: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """(file, first row in it, rows) of `count` global rows from `row` on."""
+        number = bisect_right(self._bounds, row) - 1
+        while count:
+            part = min(count, self._bounds[number + 1] - row)
+            if part:
+                yield number, row - self._bounds[number], part
+            row, count, number = row + part, count - part, number + 1
 
     @property
     def row_bytes(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from distmlp.engine.plan_narrow import plan_narrow
+from distmlp.engine.plan_sweep import plan_sweep
 from distmlp.engine.plan_task import Buffer, Device, SpecialPlan, Task, aligned
 from distmlp.engine.plan_tiles import STATIC_BYTES, TileShape, choose_gradient_tile, choose_tile, shapes_for
 from distmlp.engine.tally import TALLY
@@ -21,7 +22,11 @@ LOSS_ROWS = 32  # rows of a softmax task, as in wide.cu
 EVALUATION_ROWS = 1024  # rows that prediction and evaluation take at a time
 SLOT_BUFFERS = {"momentum": "first_slot", "first_moment": "first_slot", "second_moment": "second_slot"}
 GENERAL = "wide"  # the kernel that takes any network
-PLANNERS: dict[str, Callable[[Task, Device], SpecialPlan | None]] = {"narrow": plan_narrow}  # in the order of asking
+# In the order of asking.
+PLANNERS: dict[str, Callable[[Task, Device], SpecialPlan | None]] = {
+    "narrow": plan_narrow,
+    "sweep": plan_sweep,
+}
 MAX_STEPS = 1024  # of one call: entries of the step table and the loss ring
 
 

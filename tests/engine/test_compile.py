@@ -42,6 +42,7 @@ FAMILIES = {
     "bf16 direct, large tiles": ((512,) * 4, 8192, "bf16", {"activation": "gelu"}, "adamw"),
     "bf16 softmax, small tiles": ((100, 500, 10), 32, "bf16", {"loss": "softmax_cross_entropy"}, "nesterov"),
     "bf16 narrow": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
+    "bf16 sweep": ((32, 128, 128, 128, 128, 16), 65536, "bf16", {}, "adam"),
 }
 
 

@@ -73,7 +73,7 @@ def check(plan: Plan) -> None:
     assert plan.gradient_tiles == tiles
     assert len({buffer.name for buffer in plan.buffers}) == len(plan.buffers)
     assert sum(buffer.size_bytes for buffer in plan.buffers) <= plan.memory_bytes <= device.memory_bytes
-    assert plan.regime in str(plan)
+    assert plan.kernel in str(plan)
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)

@@ -125,13 +125,12 @@ __device__ __forceinline__ void product(float* d, const u32* a, B b, bool accumu
         if (j + 1 < BLOCKS) mma(d + 4 * j + 4, a, r[2], r[3]);
     }
 }
-// A (64 x 16) in shared memory with k outermost, 16 rows a warp.
+// A (64 x 16) in shared memory, 16 rows a warp.
 template <int BLOCKS, class A, class B>
 __device__ __forceinline__ void product(float* d, A a, B b) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-    static_assert(A::k_outer, "weight gradients contract over rows");
     u32 fragment[4];
-    load_blocks4<true>(fragment, a.address + 2 * warp * A::other_bytes + (lane >> 3 & 1) * A::other_bytes +
+    load_blocks4<A::k_outer>(fragment, a.address + 2 * warp * A::other_bytes + (lane >> 3 & 1) * A::other_bytes +
                                      (lane >> 4) * A::k_bytes + (lane & 7) * 16);
     product<BLOCKS>(d, fragment, b, true);
 }

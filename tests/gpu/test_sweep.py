@@ -1,0 +1,80 @@
+"""The sweep kernel: steps against the float64 reference, bits that repeat, faults, and the flat-gradient path."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gpu.cases import Case, error, rates
+from gpu.test_runs import bits, epochs
+from gpu.test_steps import check
+
+from distmlp.engine.layout import ACTIVATIONS
+
+BASE = Case(precision="bf16", kernel="sweep", batch=9000, batches=1, limit=1.5)
+DEEP = BASE.but(widths=(32, 128, 128, 128, 128, 16), activation="relu", optimizer="adam", batch=20_000, limit=2.0)
+SOFTMAX = BASE.but(widths=(20, 40, 10), loss="softmax_cross_entropy")
+KINDS = [
+    *(BASE.but(activation=a) for a in ACTIVATIONS if a != "identity"),
+    BASE.but(widths=(12, 16, 24, 16, 3), activation=("gelu", "relu", "tanh"), limit=2.0),
+    *(BASE.but(loss=loss, widths=(17, 33, 7)) for loss in ("huber", "binary_cross_entropy")),
+    *(SOFTMAX.but(labels=labels, widths=(20, 40, w)) for labels in (True, False) for w in (3, 100)),
+    BASE.but(weights=True, standardize=True, extra=13),
+    BASE.but(dtype="u1", standardize=True),
+    SOFTMAX.but(labels=True, weights=True, extra=1, standardize=True),
+]
+OPTIMIZERS = [
+    BASE.but(optimizer="adamw", options={"weight_decay": 0.1, "clip_norm": clip}, run={"ema_decay": 0.9})
+    for clip in (0.0, 0.05)
+]
+SHAPES = [
+    BASE.but(widths=widths, batch=batch, activation="softplus")
+    for widths, batch in (
+        ((1, 1), 9000), ((3, 17, 100, 1), 8449), ((128, 128, 128, 128), 20_000), ((100, 33, 128), 40_000),
+        ((16, *(64,) * 8, 2), 12_345),
+    )
+]  # fmt: skip
+FULL = DEEP.but(batch=65_536, batches=2, extra=777)
+CASES = [DEEP.but(batches=2, extra=100), FULL]
+
+
+@pytest.mark.parametrize("case", [DEEP, *KINDS, *OPTIMIZERS, *SHAPES], ids=str)
+def test_steps(case: Case) -> None:
+    engine = case.fused()
+    assert (engine.plan.kernel, engine.plan.regime) == ("sweep", "narrow")
+    engine.close()
+    check(case)
+
+
+def test_follows_the_wide_kernel() -> None:
+    sweep, wide = (epochs(case.fused(), case, 12) for case in (FULL, FULL.but(kernel="wide")))
+    assert np.abs(sweep / wide - 1).max() < 3e-2
+
+
+def test_bits_repeat() -> None:
+    """Steps twice, in launches of different length, over memory that held different things."""
+    case = CASES[0]
+    first, second = case.fused(poison=0xFF), case.fused(poison=0x3C)
+    one, two = epochs(first, case, 200), epochs(second, case, 200, at_once=1)
+    assert one.tobytes() == two.tobytes()
+    assert bits(first) == bits(second)
+
+
+def test_flat_gradient() -> None:
+    """The path through the gradient buffer gives the same update as the direct one."""
+    direct, flat = BASE.fused(), BASE.but(options={"clip_norm": 1e30}).fused()
+    for engine in (direct, flat):
+        engine.train(0, 0, rates(1))
+    assert error(flat.state().parameters, direct.state().parameters) < 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["direct", "norm"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_stops_before_a_bad_update(value: float, options: dict) -> None:
+    case = CASES[0].but(options=options)
+    rows = case.data()
+    rows.inputs[int(case.order.batch_rows(0, 1, range(4))[5]), 2] = value
+    engine, clean = case.fused(rows=rows), case.fused()
+    report = engine.train(0, 0, rates(2))
+    assert (report.nonfinite, report.steps) == (1, 1)
+    clean.train(0, 0, rates(1))
+    assert bits(engine) == bits(clean)
