@@ -66,7 +66,7 @@ class DeviceState:
 
         Returns the kernel that does nothing but such a sum.
         """
-        self._constants["deferred"] = layout.IN_KERNEL
+        self._constants["deferred"], self._constants["needs_norm"] = 0, layout.PEERS_SUM
         for module in self._modules:
             module.write_constant("ENGINE", self._constants)
             module.write_constant("PEERS", peers)
@@ -99,7 +99,7 @@ class DeviceState:
         structure["gradient_tasks"], structure["gradient_tiles"] = plan.gradient_tasks, plan.gradient_tiles
         structure["stop_on_nonfinite"] = config.run.on_nonfinite == "stop"
         structure["needs_norm"] = optimizer.clip_norm > 0
-        structure["deferred"] = layout.ALONE if plan.task.ranks == 1 else layout.BETWEEN_LAUNCHES
+        structure["deferred"] = plan.task.ranks > 1
         structure["huber_delta"], structure["ema_decay"] = config.model.huber_delta, config.run.ema_decay
         for name in ("clip_norm", "weight_decay", "momentum", "rho", "epsilon", "beta1", "beta2"):
             structure[name] = getattr(optimizer, name)

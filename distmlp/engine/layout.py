@@ -14,7 +14,7 @@ MAX_LAYERS = 64
 ACTIVATIONS = ("relu", "leaky_relu", "elu", "gelu", "silu", "tanh", "sigmoid", "softplus", "sine", "identity")
 RAW_TYPES = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8")  # in the order of enum RawType
 NOT_RUN, DONE, LEFT_OUT, NOT_FINITE = range(4)  # StepStatus
-ALONE, BETWEEN_LAUNCHES, IN_KERNEL = range(3)  # Deferred
+NOTHING, NORM, PEERS_SUM = range(3)  # BeforeUpdate
 MAX_PEERS = 8
 
 POINTER = "u8"
@@ -32,7 +32,7 @@ LAYER = _structure(
 )  # fmt: skip
 BATCH = _structure(("inputs", POINTER), ("labels", POINTER), ("weights", POINTER))
 FLAGS = _structure(
-    ("output", "u4", MAX_LAYERS + 1), ("error", "u4", MAX_LAYERS), ("loss", "u4"), ("gradient", "u4"),
+    ("output", "u4", MAX_LAYERS + 1), ("error", "u4", MAX_LAYERS), ("loss", "u4"), ("gradient_not_finite", "u4"),
     ("weight", "f4"),
 )  # fmt: skip
 CONTROL = _structure(

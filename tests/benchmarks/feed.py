@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import resource
 import tempfile
@@ -172,7 +173,7 @@ def main() -> None:
     properties = cupy.cuda.runtime.getDeviceProperties(0)
     out: dict[str, Any] = {
         "device": properties["name"].decode(), "driver": cupy.cuda.runtime.driverGetVersion(),
-        "kernel_sha256": kernel_sha256(), "date": date.today().isoformat(), "readers": options.readers,
+        "kernel_sha256": kernel_sha256(), "date": date.today().isoformat(), "readers": options.readers, "cores": len(os.sched_getaffinity(0)),
         "versions": {"python": platform.python_version(), "h5py": h5py.__version__, "cupy": cupy.__version__},
         "gigabytes_per_second": [],
     }  # fmt: skip

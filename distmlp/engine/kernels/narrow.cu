@@ -254,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) narrow_st
         if (own.flat >= 0) clear(next_image, own);
         if (gridDim.x < CHUNKS) for_each_own([&](const Place& place) { clear(next_image, place); });
 #else
-        if (blockIdx.x == 0 && threadIdx.x == 0) control.flags[s + 1 & 1].gradient = 0;
+        if (blockIdx.x == 0 && threadIdx.x == 0) control.flags[s + 1 & 1].gradient_not_finite = 0;
 #endif
         if (blockIdx.x < count) {
             tiles.run(info, following, buffers, s, number);
@@ -277,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) narrow_st
 #else
         reduce_to_gradient(s, number, info, count, own, buffers);
         barrier.wait();
-        if (ENGINE.deferred != BETWEEN_LAUNCHES) {
+        if (!ENGINE.deferred) {
             apply_gradient(s, barrier, progress);
             barrier.wait();
             publish_all(buffers.image(0));
@@ -287,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) narrow_st
 #endif
     }
     // A block's own parameters are final, and all blocks have read the counters long ago.
-    if (ENGINE.deferred != BETWEEN_LAUNCHES) copy_weights();
+    if (!ENGINE.deferred) copy_weights();
     if (blockIdx.x == 0) {
         for (int i = threadIdx.x; i < sizeof(control.flags) / 4; i += BLOCK_THREADS) ((u32*)control.flags)[i] = 0;
         if (threadIdx.x == 0) {

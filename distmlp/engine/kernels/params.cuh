@@ -33,7 +33,7 @@ struct Flags {
     u32 output[MAX_LAYERS + 1];  // largest magnitude of the inputs and of every layer's output, as bits
     u32 error[MAX_LAYERS];       // and of every layer's error
     u32 loss;                    // of any partial sum of the loss
-    u32 gradient;                // of the gradient, where update.cuh looks at it
+    u32 gradient_not_finite;     // of the gradient, where update.cuh looks at it: the largest magnitude
     float weight;                // sum of the sample weights
 };
 
@@ -53,7 +53,7 @@ struct StepInfo {  // host to device, one a step
     i64 first;  // of them in the index table, or in the raw rows where there is no table
 };
 
-enum Deferred { ALONE, BETWEEN_LAUNCHES, IN_KERNEL };  // between: the update begins the next launch
+enum BeforeUpdate { NOTHING, NORM, PEERS_SUM };
 enum StepStatus { NOT_RUN, DONE, LEFT_OUT, NOT_FINITE };
 struct StepResult {  // device to host, one a step
     double loss;     // weighted sum over the rows
@@ -88,8 +88,8 @@ struct Engine {
     int gradient_tasks, gradient_tiles;
     int raw_type;
     int stop_on_nonfinite;
-    int needs_norm;   // clipping: the norm of the whole gradient comes before any update
-    int deferred;     // other ranks: where gradients are reduced, see Deferred
+    int needs_norm;   // of the whole gradient before any update, or the other ranks' part of it: see BeforeUpdate
+    int deferred;     // other ranks: gradients are reduced between launches, the update begins the next one
     float clip_norm, huber_delta;
     float weight_decay, momentum, epsilon, ema_decay;
     double beta1, beta2, rho;

@@ -3,9 +3,7 @@
 #pragma once
 #include "barrier.cuh"
 #include "epilogue.cuh"
-#if SEVERAL_RANKS
 #include "peers.cuh"
-#endif
 
 struct Progress {  // the same in every block, at every moment between two barriers
     u64 step;
@@ -51,12 +49,12 @@ struct Scan {
 
     __device__ __forceinline__ void operator()(const float4& g) {
         largest = max(largest, magnitude_bits(g));
-        if (ENGINE.needs_norm)
+        if (ENGINE.clip_norm > 0.f)
             squares += (double)g.x * g.x + (double)g.y * g.y + ((double)g.z * g.z + (double)g.w * g.w);
     }
     __device__ __forceinline__ void finish(Flags& flags) {
-        warp_largest(&flags.gradient, largest);
-        if (ENGINE.needs_norm) {
+        warp_largest(&flags.gradient_not_finite, largest);
+        if (ENGINE.clip_norm > 0.f) {
             squares = block_sum(squares);
             if (threadIdx.x == 0) ENGINE.norm_partials[blockIdx.x] = squares;
         }
@@ -146,27 +144,23 @@ __device__ __noinline__ void apply_gradient(int s, GridBarrier& barrier, Progres
     Flags& flags = ENGINE.control->flags[s & 1];
     const float* tally = ENGINE.gradient + ENGINE.size;
     Scan scan;
-#if SEVERAL_RANKS
-    if (ENGINE.deferred == IN_KERNEL) exchange_gradient(scan);
-    else
-#endif
-        scan_gradient(scan);
+    const bool peers = SEVERAL_RANKS && ENGINE.needs_norm == PEERS_SUM;
+    if (peers) exchange_gradient(scan);
+    else scan_gradient(scan);
     scan.finish(flags);
     barrier.wait();
-#if SEVERAL_RANKS
-    if (ENGINE.deferred == IN_KERNEL && !finish_exchange()) {  // the host will say why
+    if (peers && !finish_exchange()) {  // the host will say why
         progress.frozen = true;
         if (blockIdx.x == 0 && threadIdx.x == 0) ENGINE.results[s] = StepResult{0., 0.f, NOT_RUN};
         return;
     }
-#endif
     const float weight = tally[TALLY_WEIGHT], loss = tally[TALLY_LOSS];
     const bool finite =
-        __uint_as_float(flags.gradient) < largest_sum(weight) && is_finite(loss) && is_finite(weight);
+        __uint_as_float(flags.gradient_not_finite) < largest_sum(weight) && is_finite(loss) && is_finite(weight);
     if (finite && weight != 0.f) {
         ++progress.step;
         double scale = 1. / weight;
-        if (ENGINE.needs_norm) {
+        if (ENGINE.clip_norm > 0.f) {
             const double norm = sqrt(sum_of_blocks(ENGINE.norm_partials)) * fabs(scale);
             scale *= fmin(1., ENGINE.clip_norm / (norm + 1e-6));
         }

@@ -75,7 +75,7 @@ __device__ __forceinline__ void train_step(
         gather_rows<RAW_TYPE>(raw, following.first, following.rows, ENGINE.batches[s + 1 & 1], &next.output[0]);
     }
     barrier.wait();
-    if (!direct && ENGINE.deferred != BETWEEN_LAUNCHES) {
+    if (!direct && !ENGINE.deferred) {
         apply_gradient(s, barrier, progress);
         barrier.wait();
     }
