@@ -173,12 +173,8 @@ def main() -> None:
     properties = cupy.cuda.runtime.getDeviceProperties(0)
     out: dict[str, Any] = {
         "device": properties["name"].decode(), "driver": cupy.cuda.runtime.driverGetVersion(),
-<<<<<<< HEAD
-        "kernel_sha256": kernel_sha256(), "date": date.today().isoformat(), "readers": options.readers, "cores": len(os.sched_getaffinity(0)),
-=======
         "kernel_sha256": kernel_sha256(), "date": date.today().isoformat(), "readers": options.readers,
         "cores": len(os.sched_getaffinity(0)),
->>>>>>> main
         "versions": {"python": platform.python_version(), "h5py": h5py.__version__, "cupy": cupy.__version__},
         "gigabytes_per_second": [],
     }  # fmt: skip
