@@ -11,6 +11,7 @@ import os
 import threading
 import zlib
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +69,23 @@ class RowReader:
             raise DataError(f"{layout.where(start, stop)}: cannot be read: {reason.lower()}") from None
         except MemoryError:
             raise DataError(f"{layout.where(start, stop)}: not enough memory to read them") from None
+
+    def read_runs(self, layout: Layout, runs: Sequence[tuple[int, int]], out: NDArray) -> None:
+        """Stretches of rows, (first row, rows) each, one after the other into `out`. Raises as `read` does."""
+        plain = layout.plain and layout.checksums is None and out.dtype == layout.dtype and out.flags.c_contiguous
+        view, step, done = (memoryview(out.reshape(-1)).cast("B") if plain and out.size else None), layout.row_bytes, 0
+        for first, count in runs:
+            size = count * step
+            if view is None or not self._fill_at_once(layout, first * step, view[done * step : done * step + size]):
+                self.read(layout, first, first + count, out[done : done + count])
+            done += count
+
+    def _fill_at_once(self, layout: Layout, start: int, view: memoryview) -> bool:
+        """One system call and next to nothing beside it: the interpreter is what reader threads wait for."""
+        try:
+            return os.preadv(self._handles.get(layout.path), (view,), layout.offset + start) == len(view)
+        except OSError:
+            return False  # `read` tells what is wrong
 
     def _read(self, layout: Layout, start: int, stop: int, out: NDArray) -> None:
         if layout.kind == "chunked":

@@ -150,14 +150,30 @@ class Shards:
 
     def read_runs(self, runs: Sequence[tuple[int, int]], out: Rows) -> None:
         """Stretches of rows, (first global row, rows) each, one after the other into `out`. Raises DataError."""
-        pieces = [piece for first, count in runs for piece in self._pieces(first, count)]
+        files = self._by_file(runs)
         for role, array in zip(ROLES, (out.inputs, out.targets, out.weights), strict=True):
             if array is None or role not in self.files[0]:
                 continue
             flat, done = array.reshape(len(array), self.files[0][role].width), 0
-            for number, first, count in pieces:
-                self._reader.read(self.files[number][role], first, first + count, flat[done : done + count])
+            for number, count, pieces in files:
+                self._reader.read_runs(self.files[number][role], pieces, flat[done : done + count])
                 done += count
+
+    def _by_file(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[tuple[int, int]]]]:
+        """(file, rows, stretches in it), one after the other; what follows on is one stretch."""
+        files: list[tuple[int, int, list[tuple[int, int]]]] = []
+        for first, count in runs:
+            for number, row, part in self._pieces(first, count):
+                if not files or files[-1][0] != number:
+                    files.append((number, part, [(row, part)]))
+                    continue
+                _, total, pieces = files[-1]
+                if pieces[-1][0] + pieces[-1][1] == row:
+                    pieces[-1] = (pieces[-1][0], pieces[-1][1] + part)
+                else:
+                    pieces.append((row, part))
+                files[-1] = (number, total + part, pieces)
+        return files
 
     def _pieces(self, row: int, count: int) -> Iterator[tuple[int, int, int]]:
         """(file, first row in it, rows) of `count` global rows from `row` on."""
