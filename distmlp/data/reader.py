@@ -73,7 +73,7 @@ class RowReader:
     def read_runs(self, layout: Layout, runs: Sequence[tuple[int, int]], out: NDArray) -> None:
         """Stretches of rows, (first row, rows) each, one after the other into `out`. Raises as `read` does."""
         plain = layout.plain and layout.checksums is None and out.dtype == layout.dtype and out.flags.c_contiguous
-        view, step, done = (memoryview(out.reshape(-1)).cast("B") if plain and out.size else None), layout.row_bytes, 0
+        view, step, done = (out.reshape(-1).data.cast("B") if plain and out.size else None), layout.row_bytes, 0
         for first, count in runs:
             size = count * step
             if view is None or not self._fill_at_once(layout, first * step, view[done * step : done * step + size]):

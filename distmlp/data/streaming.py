@@ -15,6 +15,7 @@ from distmlp.data.shards import Rows, Shards
 from distmlp.order import WINDOW_ROWS
 
 HELD = 2  # windows in memory: the one in use and the next
+AHEAD = 64  # windows whose blocks are worked out at once
 
 
 class Source(Protocol):
@@ -66,19 +67,20 @@ class Windows:
     """Whole windows of all own streams, read ahead by the pool's threads: one read for each shuffled block.
 
     `rooms`: at least two, to be filled in turn. `convert(window, first, stop)` is called by the thread that has read
-    rows `first` to `stop - 1` of a window.
+    rows `first` to `stop - 1` of a window. `places`: whether to work out the order inside the windows.
     """
 
     def __init__(
         self, source: Source, lanes: Lanes, pool: Pool, rooms: Sequence[Window],
-        convert: Callable[[Any, int, int], object] = lambda window, first, stop: None,
+        convert: Callable[[Any, int, int], object] = lambda window, first, stop: None, places: bool = True,
     ) -> None:  # fmt: skip
         self._source, self._lanes, self._pool, self._convert = source, lanes, pool, convert
+        self._places, self._blocks = places, dict[int, tuple[tuple[int, int], list[list[int]]]]()
         order = lanes.order
         longest = max(order.stream_length(stream) for stream in (lanes.streams.start, lanes.streams.stop - 1))
         self.count = max(1, -(-longest // WINDOW_ROWS))  # windows of an epoch
         self.span = WINDOW_ROWS * len(lanes.streams)  # own positions in one
-        self._stride = window_rows(lanes) // len(lanes.streams)  # rows of a stream in the arrays
+        self.stride = window_rows(lanes) // len(lanes.streams)  # rows of a stream in the arrays
         self._parts = max(1, min(16, pool.threads // len(lanes.streams)))  # threads that share one stream's window
         self._free = list(rooms)
         self._filling: dict[int, Window] = {}
@@ -104,8 +106,8 @@ class Windows:
         return window
 
     def ready(self, number: int) -> bool:
-        """Whether `get` of window `number` would not wait."""
-        return number in self._filling and all(task.done() for task in self._filling[number].tasks)
+        """Whether `get` of window `number` would neither wait nor raise."""
+        return number in self._filling and all(task.succeeded() for task in self._filling[number].tasks)
 
     def drop(self, number: int, copy: Copy) -> None:
         """Window `number` is not needed any more once `copy` has ended."""
@@ -123,7 +125,7 @@ class Windows:
 
     def _start(self, number: int, window: Window) -> None:
         self._filling[number], window.copy = window, None
-        window.tasks = [self._pool.submit(self._order, number, window)]
+        window.tasks = [self._pool.submit(self._order, number, window)] if self._places else []
         for lane in range(len(self._lanes.streams)):
             for part in range(self._parts):
                 window.tasks.append(self._pool.submit(self._fill, number, lane, part, window))
@@ -138,22 +140,45 @@ class Windows:
             self._free.append(window)
 
     def _fill(self, number: int, lane: int, part: int, window: Window) -> None:
-        epoch, place = divmod(number, self.count)
-        stretches = self._lanes.order.window_runs(epoch, self._lanes.streams.start + lane, place)
+        stretches = self._runs(number, self._lanes.streams.start + lane)
         mine = stretches[len(stretches) * part // self._parts : len(stretches) * (part + 1) // self._parts]
-        first = lane * self._stride + sum(count for _, count in stretches[: len(stretches) * part // self._parts])
+        first = lane * self.stride + sum(count for _, count in stretches[: len(stretches) * part // self._parts])
         stop = first + sum(count for _, count in mine)
         if first < stop:
             self._source.read_runs(mine, window.rows.map(lambda array: array[first:stop]))
             self._convert(window, first, stop)
 
+    def _runs(self, number: int, stream: int) -> list[tuple[int, int]]:
+        """`Order.window_runs` of a window; many windows' blocks at once cost little more than those of one."""
+        epoch, place = divmod(number, self.count)
+        base, order = place // AHEAD * AHEAD, self._lanes.order
+        key, blocks = self._blocks.get(stream, ((-1, -1), []))
+        if key != (epoch, base):
+            blocks = order.window_blocks(epoch, stream, base, AHEAD)
+            self._blocks[stream] = (epoch, base), blocks
+        return order.window_runs(epoch, stream, place, blocks[place - base])
+
+    def filled(self, number: int) -> list[range]:
+        """Which rows of the arrays window `number` fills: all of them, or some of every stream at an epoch's end."""
+        left = [self._lanes.order.stream_length(stream) - number % self.count * WINDOW_ROWS
+                for stream in self._lanes.streams]  # fmt: skip
+        if min(left) >= self.stride:
+            return [range(len(left) * self.stride)]
+        return [range(lane * self.stride, lane * self.stride + min(self.stride, count))
+                for lane, count in enumerate(left) if count > 0]  # fmt: skip
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are rooms that nothing is read into, as their copies have not ended."""
+        return bool(self._free)
+
     def _order(self, number: int, window: Window) -> None:
         order, streams = self._lanes.order, self._lanes.streams
         epoch, place = divmod(number, self.count)
-        places = np.full((self._stride, len(streams)), -1, np.int64)  # streams may differ in length by one row
+        places = np.full((self.stride, len(streams)), -1, np.int64)  # streams may differ in length by one row
         for lane, stream in enumerate(streams):
             own = order.window_places(epoch, stream, place)
-            places[: len(own), lane] = lane * self._stride + own
+            places[: len(own), lane] = lane * self.stride + own
         window.places = places[places >= 0]
 
     def close(self) -> None:
@@ -164,10 +189,10 @@ class Windows:
 class WindowBatches:
     """Batches out of windows in host memory."""
 
-    def __init__(self, shards: Shards, lanes: Lanes, pool: Pool) -> None:
+    def __init__(self, source: Source, shards: Shards, lanes: Lanes, pool: Pool) -> None:
         self._shards, self._lanes = shards, lanes
         rooms = [Window(shards.empty(window_rows(lanes))) for _ in range(HELD)]
-        self._windows = Windows(shards, lanes, pool, rooms)
+        self._windows = Windows(source, lanes, pool, rooms)
 
     @staticmethod
     def memory_bytes(shards: Shards, lanes: Lanes) -> int:

@@ -3,7 +3,7 @@ files, copied as they are, and put into the order of training by the kernel's in
 
 from __future__ import annotations
 
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING
 
 import cupy
@@ -11,24 +11,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distmlp.data.streaming import Window
+from distmlp.engine import compile as compiler
 from distmlp.engine.affine import Affine
-from distmlp.engine.device_memory import Arena, Ledger, pinned
+from distmlp.engine.device_memory import Arena, Ledger
 from distmlp.engine.device_rows import OwnRows, RawPlace, Staging
+from distmlp.engine.module import Module
 from distmlp.engine.plan_task import Buffer
 
 if TYPE_CHECKING:
     from distmlp.data.feed import Feed
 
 ROOMS = 3  # windows in pinned memory: one on its way to the device, two being read
+POLL_SECONDS = 1e-4  # how often to look for a window to send while a launch runs
 
 
 class _Room(Window):
     """A window in pinned memory."""
 
-    def __init__(self, staging: Staging, span: int) -> None:
+    def __init__(self, staging: Staging) -> None:
         super().__init__(staging.rows)
         self.staging = staging
-        self.index = pinned(4 * span)[: 4 * span].view(np.uint32)
 
 
 class WindowRows:
@@ -38,11 +40,11 @@ class WindowRows:
     index table holds every place's part twice, so that windows which follow one another are one stretch of it.
     """
 
-    def __init__(self, feed: Feed, targets: Affine, own: OwnRows, ledger: Ledger) -> None:
+    def __init__(self, feed: Feed, targets: Affine, own: OwnRows, ledger: Ledger, capability: int) -> None:
         self._feed, self._own, self._ledger = feed, own, ledger
         self._rows = feed.window_rows()
-        rooms = [_Room(Staging(feed, self._rows, targets), self._rows) for _ in range(ROOMS)]
-        self._windows = feed.windows(rooms, lambda room, first, stop: room.staging.convert(first, stop))
+        rooms = [_Room(Staging(feed, self._rows, targets)) for _ in range(ROOMS)]
+        self._windows = feed.windows(rooms, lambda room, first, stop: room.staging.convert(first, stop), places=False)
         self._span, self._slots = self._windows.span, _touched(own, self._windows.span) + 1
         sizes = {name: part.nbytes for name, part in rooms[0].staging.host.items()}
         buffers = [Buffer(name, self._slots * size) for name, size in sizes.items()]
@@ -55,7 +57,10 @@ class WindowRows:
             event.record(ledger.stream)
         self.about = f"rows streamed, {ROOMS * sum(sizes.values()):,} bytes of pinned memory"
         self._there: dict[int, cupy.cuda.Event] = {}  # number of a window → when it has arrived
+        self._ordered: set[int] = set()  # of those the ones with an index table
         self._needed = range(0)
+        module = Module(compiler.cubin("order.cu", {}, capability), ledger)
+        self._fill_window = module.kernel("fill_window", max(1, min(1024, -(-self._rows // 128))), 128)
 
     @staticmethod
     def bytes_needed(feed: Feed, own: OwnRows, outputs: int) -> tuple[int, int]:
@@ -88,38 +93,62 @@ class WindowRows:
                 self._feed.wait_seconds += perf_counter() - started
                 self._send(number)
             self._ledger.stream.wait_event(self._there[number])
-        following = self._needed.stop
-        if following not in self._there:
-            windows.read_on(following)
-            if windows.ready(following):
-                self._send(following)
-                windows.read_on(following + 1)
+            if number not in self._ordered:
+                self._order(number)
         begin = self._needed.start % self._slots * self._span
         return self._place, begin + bounds[:-1] - first // self._span * self._span
-
-    def _send(self, number: int) -> None:
-        """Queue the copies of a window that is filled."""
-        room = self._windows.get(number)
-        assert isinstance(room, _Room)
-        slot, count = number % self._slots, len(room.places)
-        np.add(room.places, slot * self._rows, out=room.index[:count], casting="unsafe")
-        self._copies.wait_event(self._used[slot])
-        for name, array in room.staging.host.items():
-            address = self._place.arena.address(name) + slot * array.nbytes
-            self._ledger.upload(address, array, self._copies)
-        for copy in (slot, slot + self._slots):
-            address = self._place.arena.address("index") + 4 * copy * self._span
-            self._ledger.upload(address, room.index[:count], self._copies)
-        arrived = cupy.cuda.Event(disable_timing=True)
-        arrived.record(self._copies)
-        self._there = {n: event for n, event in self._there.items() if n % self._slots != slot}
-        self._there[number] = arrived
-        self._windows.drop(number, arrived)
 
     def launched(self) -> None:
         """The launch that reads what `prepare` gave is queued."""
         for number in self._needed:
             self._used[number % self._slots].record(self._ledger.stream)
+        self._send_ahead()
+
+    def meanwhile(self) -> None:
+        """Send the windows that follow as soon as they are read, until the launch has ended."""
+        while not self._ledger.stream.done and self._send_ahead():
+            sleep(POLL_SECONDS)
+
+    def _send_ahead(self) -> bool:
+        """Send what has been read of the windows that there is a place for; whether more is to be done later."""
+        following = range(self._needed.stop, self._needed.start + self._slots)
+        for number in following:
+            if number not in self._there:
+                self._windows.read_on(number)
+                if not self._windows.ready(number):
+                    return True
+                self._send(number)
+        self._windows.read_on(following.stop)
+        return self._windows.waiting
+
+    def _send(self, number: int) -> None:
+        """Queue the copies of a window that is filled."""
+        room, slot = self._windows.get(number), number % self._slots
+        assert isinstance(room, _Room)
+        self._copies.wait_event(self._used[slot])
+        for name, array in room.staging.host.items():
+            start, each = self._place.arena.address(name) + slot * array.nbytes, array[:1].nbytes
+            for rows in self._windows.filled(number):
+                self._ledger.upload(start + rows.start * each, array[rows.start : rows.stop], self._copies)
+        arrived = cupy.cuda.Event(disable_timing=True)
+        arrived.record(self._copies)
+        self._there = {n: event for n, event in self._there.items() if n % self._slots != slot}
+        self._there[number] = arrived
+        self._ordered &= self._there.keys()
+        self._windows.drop(number, arrived)
+
+    def _order(self, number: int) -> None:
+        """Queue the making of the index table of a window."""
+        order, streams, windows = self._own.order, self._own.streams, self._windows
+        epoch, place = divmod(number, windows.count)
+        slot, index = number % self._slots, self._place.arena.address("index")
+        self._fill_window(
+            np.int64(order.rows), np.uint64(order.seed), np.int32(order.streams), np.int32(order.shuffle),
+            np.int32(streams.start), np.int32(len(streams)), np.uint32(epoch & 0xFFFFFFFF), np.int64(place),
+            np.int64(sum(map(len, windows.filled(number)))), np.int64(windows.stride), np.int64(slot * self._rows),
+            np.uint64(index + 4 * slot * self._span), np.uint64(index + 4 * (slot + self._slots) * self._span),
+        )  # fmt: skip
+        self._ordered.add(number)
 
 
 def _touched(own: OwnRows, span: int) -> int:

@@ -103,7 +103,7 @@ class FusedEngine:
         if hasattr(feed, "windows"):
             on_host, on_device = WindowRows.bytes_needed(feed, own, self._network.outputs)
             if feed.fits_memory(on_host) and fits_device(on_device):
-                return WindowRows(feed, targets, own, self._ledger)
+                return WindowRows(feed, targets, own, self._ledger, self._device.capability)
         return StreamedRows(feed, sample, targets, own, self._ledger)
 
     def connect(self, transport: str) -> str:
@@ -161,6 +161,7 @@ class FusedEngine:
         self._put_steps(first, rates, firsts)
         self._state.train_steps(place.arguments, 0, len(rates), False)
         rows.launched()
+        rows.meanwhile()
         results = self._results(len(rates))
         a_step = (perf_counter() - started) / len(rates)
         self._launch_steps = int(min(max(LAUNCH_SECONDS / a_step, 1), MAX_STEPS))
