@@ -15,6 +15,7 @@ from distmlp.data.shards import Rows, Shards
 from distmlp.order import WINDOW_ROWS
 
 HELD = 2  # windows in memory: the one in use and the next
+TASK_BYTES = 4 << 20  # that a thread should read at a time
 AHEAD = 64  # windows whose blocks are worked out at once
 
 
@@ -81,7 +82,7 @@ class Windows:
         self.count = max(1, -(-longest // WINDOW_ROWS))  # windows of an epoch
         self.span = WINDOW_ROWS * len(lanes.streams)  # own positions in one
         self.stride = window_rows(lanes) // len(lanes.streams)  # rows of a stream in the arrays
-        self._parts = max(1, min(16, pool.threads // len(lanes.streams)))  # threads that share one stream's window
+        self._shares = _shares(len(lanes.streams), pool.threads, rooms)
         self._free = list(rooms)
         self._filling: dict[int, Window] = {}
 
@@ -126,9 +127,7 @@ class Windows:
     def _start(self, number: int, window: Window) -> None:
         self._filling[number], window.copy = window, None
         window.tasks = [self._pool.submit(self._order, number, window)] if self._places else []
-        for lane in range(len(self._lanes.streams)):
-            for part in range(self._parts):
-                window.tasks.append(self._pool.submit(self._fill, number, lane, part, window))
+        window.tasks += [self._pool.submit(self._fill, number, *share, window) for share in self._shares]
 
     def _keep(self, numbers: range) -> None:
         for number in [number for number in self._filling if number not in numbers]:
@@ -139,14 +138,26 @@ class Windows:
                 task.settle()  # nobody may write into an array that is used anew
             self._free.append(window)
 
-    def _fill(self, number: int, lane: int, part: int, window: Window) -> None:
-        stretches = self._runs(number, self._lanes.streams.start + lane)
-        mine = stretches[len(stretches) * part // self._parts : len(stretches) * (part + 1) // self._parts]
-        first = lane * self.stride + sum(count for _, count in stretches[: len(stretches) * part // self._parts])
-        stop = first + sum(count for _, count in mine)
-        if first < stop:
-            self._source.read_runs(mine, window.rows.map(lambda array: array[first:stop]))
-            self._convert(window, first, stop)
+    def _fill(self, number: int, lanes: range, part: int, parts: int, window: Window) -> None:
+        """Read a share of a window: some streams, or one of `parts` parts of a stream."""
+        begin, wanted = lanes.start * self.stride, list[tuple[int, int]]()
+        count = 0
+        for lane in lanes:
+            runs = self._runs(number, self._lanes.streams.start + lane)
+            low, high = len(runs) * part // parts, len(runs) * (part + 1) // parts
+            if begin + count != lane * self.stride:  # the stream before it was shorter
+                self._read(wanted, begin, count, window)
+                begin, wanted, count = lane * self.stride, [], 0
+            if low:
+                begin += sum(rows for _, rows in runs[:low])
+            wanted += runs[low:high]
+            count += sum(rows for _, rows in runs[low:high])
+        self._read(wanted, begin, count, window)
+
+    def _read(self, runs: list[tuple[int, int]], first: int, count: int, window: Window) -> None:
+        if count:
+            self._source.read_runs(runs, window.rows.map(lambda array: array[first : first + count]))
+            self._convert(window, first, first + count)
 
     def _runs(self, number: int, stream: int) -> list[tuple[int, int]]:
         """`Order.window_runs` of a window; many windows' blocks at once cost little more than those of one."""
@@ -184,6 +195,20 @@ class Windows:
     def close(self) -> None:
         """Stop reading ahead."""
         self._keep(range(0))
+
+
+def _shares(lanes: int, threads: int, rooms: Sequence[Window]) -> list[tuple[range, int, int]]:
+    """(streams, part, of so many parts of the stream) for the tasks that read a window.
+
+    Few streams are shared by several threads; of narrow rows a task takes several streams, as long as the windows that
+    are read at once give every thread a task: what comes with a task and does not depend on its size stays small.
+    """
+    parts = max(1, min(16, threads // lanes))
+    if parts > 1:
+        return [(range(lane, lane + 1), part, parts) for lane in range(lanes) for part in range(parts)]
+    stream_bytes = sum(array.nbytes for array in rooms[0].rows.parts) // lanes
+    group = max(1, min(TASK_BYTES // max(1, stream_bytes), lanes * (len(rooms) - 1) // threads))
+    return [(range(lane, min(lanes, lane + group)), 0, 1) for lane in range(0, lanes, group)]
 
 
 class WindowBatches:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from distmlp.data.shards import Rows
 
 PIECE_BYTES = 64 << 20  # of streamed rows that one launch takes
-READ_BYTES = 8 << 20  # of resident rows that one thread reads at a time
+READ_BYTES = 16 << 20  # of resident rows that one thread reads at a time
 INDEX_ROWS = 1 << 32  # the index table counts in uint32
 
 

@@ -21,7 +21,9 @@ from distmlp.engine.plan_task import Buffer
 if TYPE_CHECKING:
     from distmlp.data.feed import Feed
 
-ROOMS = 3  # windows in pinned memory: one on its way to the device, two being read
+ROOMS = 3, 16  # windows in pinned memory, least and most: one on its way to the device, the others being read
+ROOM_BYTES = 256 << 20  # of pinned memory, where that is enough for the least
+LAUNCH_BYTES, LAUNCH_WINDOWS = 128 << 20, 8  # that one launch takes at most, but one window at least
 POLL_SECONDS = 1e-4  # how often to look for a window to send while a launch runs
 
 
@@ -34,7 +36,7 @@ class _Room(Window):
 
 
 class WindowRows:
-    """As many windows as a batch may touch, and one more that is copied meanwhile.
+    """As many windows as one launch may touch, and those of the next, which are copied meanwhile.
 
     A place on the device is written after the last launch that reads it, a pinned room after its copy has ended. The
     index table holds every place's part twice, so that windows which follow one another are one stretch of it.
@@ -43,9 +45,10 @@ class WindowRows:
     def __init__(self, feed: Feed, targets: Affine, own: OwnRows, ledger: Ledger, capability: int) -> None:
         self._feed, self._own, self._ledger = feed, own, ledger
         self._rows = feed.window_rows()
-        rooms = [_Room(Staging(feed, self._rows, targets)) for _ in range(ROOMS)]
+        count, self._at_once, self._slots = _counts(feed, own)
+        rooms = [_Room(Staging(feed, self._rows, targets)) for _ in range(count)]
         self._windows = feed.windows(rooms, lambda room, first, stop: room.staging.convert(first, stop), places=False)
-        self._span, self._slots = self._windows.span, _touched(own, self._windows.span) + 1
+        self._span = self._windows.span
         sizes = {name: part.nbytes for name, part in rooms[0].staging.host.items()}
         buffers = [Buffer(name, self._slots * size) for name, size in sizes.items()]
         self._place = RawPlace(
@@ -55,7 +58,7 @@ class WindowRows:
         self._used = [cupy.cuda.Event(disable_timing=True) for _ in range(self._slots)]
         for event in self._used:
             event.record(ledger.stream)
-        self.about = f"rows streamed, {ROOMS * sum(sizes.values()):,} bytes of pinned memory"
+        self.about = f"rows streamed, {count * sum(sizes.values()):,} bytes of pinned memory"
         self._there: dict[int, cupy.cuda.Event] = {}  # number of a window → when it has arrived
         self._ordered: set[int] = set()  # of those the ones with an index table
         self._needed = range(0)
@@ -67,12 +70,16 @@ class WindowRows:
         """Bytes on the host and on the device."""
         rows = feed.window_rows()
         each = rows * (feed.shards.row_bytes + 4 * (outputs + 2))
-        return ROOMS * each, (_touched(own, rows) + 1) * (each + 8 * rows)
+        rooms, _, slots = _counts(feed, own)
+        return rooms * each, slots * (each + 8 * rows)
 
     def steps_at_once(self, epoch: int, first: int, most: int) -> int:
-        """How many of the next `most` batches one launch may take: those that begin in the same window."""
+        """How many of the next `most` batches one launch may take: those that begin in the next window, or in the next
+        few where these are there already."""
         bounds = self._own.bounds(first, most)
-        end = (bounds[0] // self._span + 1) * self._span
+        window = self._windows.number(epoch, int(bounds[0]))
+        there = next((k for k in range(1, self._at_once) if window + k not in self._there), self._at_once)
+        end = (bounds[0] // self._span + there) * self._span
         return max(1, int(np.searchsorted(bounds[:-1], end)))
 
     def prepare(self, epoch: int, numbers: range) -> tuple[RawPlace, NDArray]:
@@ -151,6 +158,10 @@ class WindowRows:
         self._ordered.add(number)
 
 
-def _touched(own: OwnRows, span: int) -> int:
-    """Windows that one batch may touch, wherever it begins."""
-    return (max(1, own.largest_batch) + span - 2) // span + 1
+def _counts(feed: Feed, own: OwnRows) -> tuple[int, int, int]:
+    """Windows in pinned memory, windows that one launch takes at most, windows on the device."""
+    window_bytes = feed.window_rows() * max(1, feed.shards.row_bytes)
+    rooms = max(ROOMS[0], min(ROOMS[1], ROOM_BYTES // window_bytes))
+    at_once = max(1, min(LAUNCH_WINDOWS, LAUNCH_BYTES // window_bytes))
+    touched = (max(1, own.largest_batch) + feed.window_rows() - 2) // feed.window_rows() + 1  # by one batch, at worst
+    return rooms, at_once, touched - 1 + 2 * at_once
