@@ -31,6 +31,8 @@ def decode(layout: Layout, stored: bytes | bytearray, mask: int) -> NDArray:
         for stage in stages
     )
     if not simple:
+        if stages[-1].id in (NBIT, SCALEOFFSET) and len(stored) < (least := _least_bytes(layout, stages[-1], stored)):
+            raise DamagedChunk(f"{len(stored)} bytes, expected {least} at least ({stages[-1].name})")
         return _decode_by_hdf5(layout, stages, stored)
     data = stored
     for stage in reversed(stages):
@@ -38,6 +40,16 @@ def decode(layout: Layout, stored: bytes | bytearray, mask: int) -> NDArray:
     if len(data) != layout.chunk_bytes:
         raise DamagedChunk(f"a chunk of {len(data)} bytes, expected {layout.chunk_bytes}")
     return np.frombuffer(data, layout.dtype).reshape(layout.chunk)
+
+
+def _least_bytes(layout: Layout, stage: Filter, stored: bytes | bytearray) -> int:
+    """What these two filters of HDF5 read of a chunk, without a look at where it ends: H5Zscaleoffset.c, H5Znbit.c."""
+    elements, most = layout.chunk_bytes // layout.dtype.itemsize, 8 * layout.dtype.itemsize
+    if stage.id == SCALEOFFSET:
+        bits = int.from_bytes(stored[:4], "little")  # of every element, behind a header of 21 bytes
+        return 21 + -(-min(bits, most) * elements // 8)
+    packed = len(stage.values) >= 7 and not stage.values[1] and stage.values[3] == 1  # plain numbers
+    return -(-min(stage.values[6] if packed else most, most) * elements // 8)
 
 
 def _inflate(data: bytes | bytearray, expected: int) -> bytes:
