@@ -119,13 +119,20 @@ def blame(shards: Shards, numbers: NDArray, rows: Rows) -> str | None:
 
     "file rows 3, 7: inputs hold nan", or None when every value is ordinary.
     """
+    found, what = unfit(rows)
+    return f"{shards.locate(numbers[found])}: {what}" if what else None
+
+
+def unfit(rows: Rows) -> tuple[NDArray, str]:
+    """Which rows (bool) hold NaN or infinity, or else numbers too large for float32 arithmetic, in the first of the
+    arrays that does; and what it holds, "" when every value is ordinary."""
     names = ("inputs", "targets", "sample weights")
     for suspicious, what in ((_not_finite, "NaN or infinite values"), (_huge, f"values beyond {HUGE:g}")):
         for name, array in zip(names, rows.parts, strict=False):
-            found = suspicious(array.reshape(len(array), -1)).any(axis=1)
+            found = np.asarray(suspicious(array.reshape(len(array), -1)).any(axis=1))
             if found.any():
-                return f"{shards.locate(numbers[found])}: {name} hold {what}"
-    return None
+                return found, f"{name} hold {what}"
+    return np.zeros(len(rows), bool), ""
 
 
 def _not_finite(array: NDArray) -> NDArray:
