@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distmlp.data.shards import Rows
+from distmlp.data.rows import Rows
 
 Kinds = dict[str, tuple[tuple[int, ...], np.dtype]]  # dataset → shape of one row, and its dtype
 

@@ -20,8 +20,8 @@ from distmlp.comm.world import World
 from distmlp.data.blocks import Block, Source
 from distmlp.data.present import PresentShard
 from distmlp.data.recognize import HDF5, open_sources
+from distmlp.data.rows import Rows
 from distmlp.data.sequence import ShardSequence
-from distmlp.data.shards import Rows
 from distmlp.data.tables import Selection
 from distmlp.data.writer import ShardWriter
 from distmlp.errors import ConfigError, DataError

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distmlp.data.blocks import Block, Source
-from distmlp.data.shards import Rows
+from distmlp.data.rows import Rows
 from distmlp.data.tables import MISSING, Selection, Table
 from distmlp.errors import DataError
 

@@ -16,7 +16,8 @@ from distmlp.data.blocks import Block, Source
 from distmlp.data.inspection import inspect_files
 from distmlp.data.layout import Layout
 from distmlp.data.reader import RowReader
-from distmlp.data.shards import ROLES, Rows, check_shapes
+from distmlp.data.rows import ROLES, Rows
+from distmlp.data.shards import check_shapes
 from distmlp.data.tables import Selection, Table
 from distmlp.errors import DataError, SystemUnfitError
 

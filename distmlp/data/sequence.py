@@ -7,7 +7,7 @@ from glob import escape
 from pathlib import Path
 
 from distmlp.data.present import PresentShard
-from distmlp.data.shards import Rows
+from distmlp.data.rows import Rows
 from distmlp.data.writer import ShardWriter
 from distmlp.errors import DataError
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distmlp.data.blocks import Kinds
-from distmlp.data.shards import Rows
+from distmlp.data.rows import Rows
 from distmlp.errors import ConfigError, DataError
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
