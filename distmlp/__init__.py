@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from distmlp.comm.policy import guard_script
+
 __version__ = "0.1.0"
 __all__ = ["RunConfig", "__version__", "load", "train"]
 
@@ -18,8 +20,6 @@ _HOMES = {"RunConfig": "distmlp.config", "train": "distmlp.training", "load": "d
 def __getattr__(name: str) -> Any:  # what `import distmlp` costs must not include NumPy, pydantic or MPI
     if name in _HOMES:
         import importlib
-
-        from distmlp.comm.policy import guard_script
 
         guard_script()  # before the import, which may be what fails on one rank of a user's script
         return getattr(importlib.import_module(_HOMES[name]), name)

@@ -202,7 +202,7 @@ def data_convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace shards of that name.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Keep what an interrupted conversion finished.")] = False,
 ) -> int:
-    """Make shards from other formats, in constant memory, complete or absent."""
+    """Make shards from other formats, in constant memory, complete or absent; under mpirun, ranks share the shards."""
     from distmlp.data.commands import convert_command
 
     return convert_command(

@@ -179,7 +179,8 @@ class RunSection(_Section):
     log_ranks: bool = Field(False, description="keep a log of every rank too, in `ranks/` of the output")
     validate_every: str = Field("1 epoch", description="interval between validations")
     on_nonfinite: Literal["stop", "skip"] = Field(
-        "stop", description="at a non-finite loss or gradient: end the run, or leave out that batch"
+        "stop",
+        description="at a non-finite loss or gradient: end the run, or leave out that batch (validation: those rows)",
     )
     early_stopping: int = Field(0, ge=0, le=_MOST, description="validations without improvement before the end; 0: off")
     ema_decay: float = Field(0.0, ge=0, lt=1, description="of an average of the weights beside them; 0: off")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distmlp.comm.world import World
 from distmlp.data.shards import Shards
-from distmlp.data.values import blame
+from distmlp.data.values import unfit
 from distmlp.engine import Engine, Evaluation
 from distmlp.errors import DataError
 
 _SMALLEST_BLOCK = 256
 _LARGEST_BLOCK = 65536
+_UNFIT_KEPT = 1000
 
 
 def row_blocks(rows: int) -> list[range]:
@@ -29,26 +31,73 @@ def own_blocks(rows: int, world: World) -> Iterator[range]:
     yield from blocks[len(blocks) * world.rank // world.size : len(blocks) * (world.rank + 1) // world.size]
 
 
-def evaluate(engine: Engine, shards: Shards, world: World, strict: bool = False) -> Evaluation:
+class _Unfit:
+    """Rows that hold no numbers, by what they hold: how many there are, and the first of them."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.first: dict[str, list[int]] = {}
+
+    def add(self, what: str, numbers: Sequence[int], count: int) -> None:
+        self.counts[what] = self.counts.get(what, 0) + count
+        first = self.first.setdefault(what, [])
+        first += numbers[: _UNFIT_KEPT - len(first)]
+
+    def where(self, shards: Shards) -> str:
+        """ "file rows 3, 7: inputs hold NaN or infinite values; …"."""
+        parts = []
+        for what, first in self.first.items():
+            more = f" ({self.counts[what]:,} rows in all)" if self.counts[what] > len(first) else ""
+            parts.append(f"{shards.locate(first)}{more}: {what}")
+        return "; ".join(parts)
+
+
+def evaluate(
+    engine: Engine, shards: Shards, world: World, unfit_rows: Callable[[str], None] | None = None
+) -> Evaluation:
     """Sums over all rows of `shards`, on every rank. Raises AgreedError when a rank cannot read its rows.
 
-    `strict`: rows that hold NaN or infinity are refused with their names, where the loss shows that there are any.
+    With `unfit_rows`, rows that hold NaN or infinity are left out, if the loss shows that there are any, and it is told
+    at the end on every rank where they lie; it may raise. Without it they count as they are.
     """
+    own = _Unfit()
 
-    def mine() -> list[Evaluation]:
+    def mine() -> list[NDArray]:
         sums = []
         for block in own_blocks(shards.rows, world):
-            rows = shards.read(block.start, block.stop)
-            sums.append(engine.evaluate(rows.inputs, rows.targets, rows.weights))
-            if strict and not math.isfinite(sums[-1].loss):
-                fault = blame(shards, np.arange(block.start, block.stop), rows)
-                if fault:
-                    raise DataError(f"{fault}; mend or leave out those rows")
+            numbers, rows = np.arange(block.start, block.stop), shards.read(block.start, block.stop)
+            part = engine.evaluate(rows.inputs, rows.targets, rows.weights)
+            while unfit_rows and not math.isfinite(part.loss):
+                found, what = unfit(rows)
+                if not what:
+                    break
+                own.add(what, numbers[found].tolist(), int(found.sum()))
+                numbers, rows = numbers[~found], rows.map(lambda array, good=~found: array[good])
+                part = engine.evaluate(rows.inputs, rows.targets, rows.weights)
+            sums.append(part.as_array())
         return sums
 
-    by_rank = world.all_gather([part.as_array() for part in world.agree(mine)])
-    table = np.array([part for parts in by_rank for part in parts])
-    return Evaluation.from_array(np.array([math.fsum(column) for column in table.T]))
+    by_rank = world.all_gather((world.agree(mine), own))
+    everywhere = _Unfit()
+    for _, others in by_rank:
+        for what, first in others.first.items():
+            everywhere.add(what, first, others.counts[what])
+    if unfit_rows and everywhere.counts:
+        unfit_rows(everywhere.where(shards))
+    table = np.array([part for parts, _ in by_rank for part in parts])
+    return Evaluation.from_array(np.array([_sum(column) for column in table.T]))
+
+
+def refuse(where: str) -> None:
+    """For `evaluate`: end it."""
+    raise DataError(f"{where}; mend or leave out those rows")
+
+
+def _sum(column: NDArray) -> float:
+    try:
+        return math.fsum(column)
+    except (ValueError, OverflowError):  # infinity of either sign, or beyond float64
+        return math.nan
 
 
 def metrics(total: Evaluation, loss: str) -> dict[str, float]:

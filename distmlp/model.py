@@ -21,7 +21,7 @@ from distmlp.engine import Engine
 from distmlp.engine.functions import sigmoid, softmax
 from distmlp.engine.select import open_engine
 from distmlp.errors import DataError
-from distmlp.evaluation import evaluate, metrics, own_blocks
+from distmlp.evaluation import evaluate, metrics, own_blocks, refuse
 from distmlp.overrides import absolute
 
 
@@ -69,7 +69,7 @@ def probabilities(outputs: NDArray, loss: str) -> NDArray:
 def run_evaluate(checkpoint: Path, data: str, inputs: str, targets: str) -> int:
     """`distmlp evaluate`: print one JSON object."""
     world, saved, shards, engine = _open(checkpoint, data, inputs, targets)
-    total = evaluate(engine, shards, world, strict=True)
+    total = evaluate(engine, shards, world, refuse)
     if world.rank == 0:
         figures = {key: _json(value) for key, value in metrics(total, saved.config.model.loss).items()}
         print(json.dumps({"samples": int(total.rows), **figures}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -14,12 +15,12 @@ from distmlp.comm.watchdog import Watchdog
 from distmlp.comm.world import World, open_world
 from distmlp.config import Interval, RunConfig
 from distmlp.engine import StepReport
-from distmlp.errors import DivergedError, StoppedError
-from distmlp.evaluation import evaluate, metrics
+from distmlp.errors import DataError, DistmlpError, DivergedError, StoppedError
 from distmlp.job import Job, open_job
 from distmlp.metrics import MeanLoss, Reporter, Throughput
 from distmlp.output import Summary
 from distmlp.schedule import learning_rates
+from distmlp.validation import Validation
 
 _SKIPS_EXPLAINED = 10  # of a run: batches left out that are named one by one
 
@@ -63,6 +64,9 @@ class Run:
         self.step, self.best, self.stale = job.start.step, job.start.best, job.start.stale_validations
         self.skipped = job.start.skipped
         self.skips_explained = 0
+        self.validation: Validation | None = None
+        if job.validation:
+            self.validation = Validation(job.config, job.validation, job.world, job.reporter.warn)
         self.samples = self._samples_until(self.step)
         epoch = max(0, self.step - 1) // job.timeline.batches_per_epoch
         self.epoch_loss = MeanLoss(epoch, job.start.epoch_loss, job.start.epoch_weight)
@@ -89,7 +93,7 @@ class Run:
             report, entry = self._advance(target)
             last = self.step == job.timeline.total_steps
             now = self._clock()
-            if job.validation and (last or job.timeline.due(validate_every, self.step, now - self.validated_time)):
+            if self.validation and (last or job.timeline.due(validate_every, self.step, now - self.validated_time)):
                 entry |= self._validate()
             tired = 0 < run.early_stopping <= self.stale
             stopping = report.stopped and not last
@@ -142,12 +146,16 @@ class Run:
         }
 
     def _validate(self) -> dict[str, float]:
-        job = self.job
-        assert job.validation is not None
-        self.validated = metrics(evaluate(job.engine, job.validation, job.world), job.config.model.loss)
+        assert self.validation is not None
+        try:
+            self.validated = self.validation.measure(self.job.engine, self.step)
+        except DistmlpError as error:
+            if error.exit_code == DataError.exit_code and self.saved_at != self.step:
+                self._save()  # the rows are bad: the training is sound
+            raise
         self.validated_at, self.validated_time = self.step, self._clock()
         loss = self.validated["loss"]
-        if self.best is None or loss < self.best:
+        if math.isfinite(loss) and (self.best is None or loss < self.best):
             self.best, self.stale = loss, 0
         else:
             self.stale += 1
@@ -203,7 +211,7 @@ class Run:
         """Wait for the last checkpoint to be on disk, then say how the run ended."""
         job = self.job
         job.world.agree(lambda: job.store.wait() if job.store else None, "saving")
-        if self.validated is None and job.validation:
+        if self.validated is None and self.validation:
             self._validate()
         summary = Summary(
             status=status,

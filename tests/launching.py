@@ -34,6 +34,7 @@ PERMISSIVE = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "OMPI_MCA_plm_rsh_agent": "true",  # Open MPI 4 wants to find ssh even for ranks of this machine, which need none
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "HYDRA_LAUNCHER": "fork",

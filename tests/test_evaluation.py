@@ -1,4 +1,5 @@
 import math
+import re
 
 import numpy as np
 import pytest
@@ -6,7 +7,7 @@ from data.samples import alone, open_shards, write_shard
 
 from distmlp.engine import Evaluation
 from distmlp.errors import DataError
-from distmlp.evaluation import evaluate, metrics, own_blocks, row_blocks
+from distmlp.evaluation import evaluate, metrics, own_blocks, refuse, row_blocks
 
 
 class Rank:
@@ -70,6 +71,15 @@ class _Squares:
         return total
 
 
+class _Sums(_Squares):
+    """And here the sum of the targets."""
+
+    def evaluate(self, inputs, targets, weights):
+        total = super().evaluate(inputs, targets, weights)
+        total.loss = float(targets.sum())
+        return total
+
+
 @pytest.mark.parametrize(("role", "value"), [("inputs", np.nan), ("targets", np.inf)])
 def test_rows_that_are_not_numbers_are_named(tmp_path, role, value):
     arrays = {"inputs": np.ones((600, 2)), "targets": np.ones((600, 1))}
@@ -78,5 +88,26 @@ def test_rows_that_are_not_numbers_are_named(tmp_path, role, value):
     write_shard(tmp_path / "b.h5", arrays["inputs"][300:], arrays["targets"][300:])
     shards = open_shards(tmp_path)
     assert not np.isfinite(evaluate(_Squares(), shards, alone()).loss)
-    with pytest.raises(DataError, match=rf"a\.h5 row 7: {role} hold NaN or infinite values; mend or leave out"):
-        evaluate(_Squares(), shards, alone(), strict=True)
+    with pytest.raises(DataError, match=rf"a\.h5 row 7; .*: {role} hold NaN or infinite values; mend or leave out"):
+        evaluate(_Squares(), shards, alone(), refuse)
+    told = []
+    assert evaluate(_Squares(), shards, alone(), told.append).rows == 598
+    assert len(told) == 1
+    assert re.search(rf"a\.h5 row 7; .*b\.h5 row 100: {role} hold NaN or infinite values$", told[0])
+
+
+def test_infinities_of_either_sign_have_no_sum(tmp_path):
+    targets = np.ones((600, 1))
+    targets[[7, 400], 0] = np.inf, -np.inf
+    write_shard(tmp_path / "a.h5", np.ones((600, 2)), targets)
+    assert not np.isfinite(evaluate(_Sums(), open_shards(tmp_path), alone()).loss)
+
+
+def test_a_column_of_nothing_is_counted_but_not_listed(tmp_path):
+    write_shard(tmp_path / "a.h5", np.full((5000, 2), np.nan), np.ones((5000, 1)))
+    told = []
+    total = evaluate(_Squares(), open_shards(tmp_path), alone(), told.append)
+    assert told[0].endswith(
+        "rows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 990 more (5,000 rows in all): inputs hold NaN or infinite values"
+    )
+    assert math.isnan(metrics(total, "mse")["loss"])

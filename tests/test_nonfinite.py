@@ -133,3 +133,66 @@ def test_a_diverged_run_that_skips_everything_does_not_fill_the_log(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("so the training diverged") == 10
     assert re.search(r"warning: \d\d of 50 batches left out", result.stdout)
+
+
+def validation_set(folder, rows, value, role="inputs"):
+    """Two files of 300 rows; `value` in these rows of the second."""
+    rng = np.random.default_rng(4)
+    for number in range(2):
+        arrays = {"inputs": rng.normal(size=(300, 6)).astype("f4"), "targets": rng.normal(size=(300, 2)).astype("f4")}
+        if number:
+            arrays[role][rows, 1] = value
+        with h5py.File(folder / f"held-{number}.h5", "w") as file:
+            for name, array in arrays.items():
+                file[name] = array
+
+
+HELD = ["--set", "data.validation=held-*.h5", "--set", "run.epochs=2", "--set", "run.checkpoint_every=100 epochs"]
+
+
+@pytest.mark.parametrize(("value", "role", "ranks"), [(np.nan, "inputs", 1), (np.inf, "targets", 3)])
+def test_validation_rows_that_are_no_numbers_end_a_run_that_goes_on_when_mended(tmp_path, value, role, ranks):
+    problem(tmp_path)
+    validation_set(tmp_path, [41, 42, 250], value, role)
+    result = run_distmlp(["train", "run.toml", *HELD], ranks, cwd=tmp_path)
+    assert result.returncode == 3, result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stderr.count(f"validation after step {STEPS}: ") == 1, result.stderr
+    assert re.search(rf"held-1\.h5 rows 41, 42, 250: {role} hold NaN or infinite values", result.stderr), result.stderr
+    last = newest(tmp_path / "out" / "checkpoints").checkpoint
+    assert (last.step, last.validation, last.best) == (STEPS, None, None)
+    validation_set(tmp_path, [], value, role)
+    resumed = run_distmlp(["train", "run.toml", *HELD, "--resume"], ranks, cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    whole = run_distmlp(["train", "run.toml", *HELD, "--output", "whole"], ranks, cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    found = [json.loads((tmp_path / run / "summary.json").read_text()) for run in ("out", "whole")]
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+    assert found[0]["validation"] == found[1]["validation"]
+
+
+def test_skip_leaves_out_validation_rows_and_says_so_once(tmp_path):
+    problem(tmp_path)
+    losses = set()
+    for ranks, rows in ((1, [41, 42, 250]), (3, [41, 42, 250])):
+        validation_set(tmp_path, rows, np.nan)
+        arguments = [*HELD, "--set", "run.on_nonfinite=skip", "--output", f"out{ranks}"]
+        result = run_distmlp(["train", "run.toml", *arguments], ranks, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("held-1.h5 rows 41, 42, 250: inputs hold NaN or infinite values; such rows are") == 1
+        summary = json.loads((tmp_path / f"out{ranks}" / "summary.json").read_text())
+        assert np.isfinite(summary["validation"]["loss"])
+        assert newest(tmp_path / f"out{ranks}" / "checkpoints").checkpoint.best > 0
+        losses.add(round(summary["validation"]["loss"], 5))
+    assert len(losses) == 1
+
+
+def test_a_validation_loss_beyond_all_numbers_is_no_best(tmp_path):
+    problem(tmp_path)
+    validation_set(tmp_path, [5], 3e17)  # not suspicious by itself, but its squared error overflows
+    result = run_distmlp(["train", "run.toml", *HELD, "--set", "model.init=glorot_normal"], cwd=tmp_path)
+    assert result.returncode in (0, 5), result.stderr
+    skip = [*HELD, "--set", "run.on_nonfinite=skip", "--overwrite"]
+    result = run_distmlp(["train", "run.toml", *skip], cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "NaN" not in (tmp_path / "out" / "metrics.jsonl").read_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import os
 import re
 import subprocess
@@ -41,6 +43,30 @@ def test_source_files_are_short() -> None:
     }
     assert lengths
     assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
+
+
+def test_modules_do_not_import_each_other_in_circles() -> None:
+    """Not even for type checking: whoever reads one module must not need to have read another that needs it."""
+    modules = {
+        ".".join(path.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in (PROJECT / "distmlp").rglob("*.py")
+    }
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        imported = graph.setdefault(name, set())
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                imported |= {
+                    full if (full := f"{node.module}.{a.name}") in modules else node.module for a in node.names
+                }
+            elif isinstance(node, ast.Import):
+                imported |= {a.name for a in node.names}
+    graph.pop("distmlp")  # gives users their names from everywhere
+    graph = {name: (imported & graph.keys()) - {name} for name, imported in graph.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" → ".join(error.args[1]))
 
 
 def test_no_file_names_a_machine_or_a_registry() -> None:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+from distmlp.comm import opening
 from distmlp.comm.hints import rank_hint, read_launch
 from distmlp.errors import AgreedError, DistmlpError, StoppedError, SystemUnfitError
 from distmlp.streams import guard_streams
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 _EXCHANGE_SECONDS = 0.5
 _TURN_SECONDS, _LAST_TURN = 0.3, 10
 _JOIN_SECONDS = 8.0
-
-first_rank_alone = False
 
 
 def guarded(main: Callable[[], int | None]) -> NoReturn:
@@ -83,8 +82,7 @@ def leave_to_first_rank() -> bool:
 
     Rank 0 is a world of its own then: the others would not come to MPI_Init.
     """
-    global first_rank_alone
-    first_rank_alone = True
+    opening.first_rank_alone = True
     return rank_hint() > 0
 
 
@@ -178,7 +176,7 @@ def _join(fault: tuple[int, str]) -> World | None:
     """The world, opened if several processes were launched: hydra leaves the other ranks waiting in MPI_Init
     when one exits before it came there, so even a rank that failed has to come. If the others do not (because the
     command needs no MPI and they are done), this rank tells its `fault` and goes."""
-    if _current() is None and _several() and not first_rank_alone:
+    if _current() is None and _several() and not opening.first_rank_alone:
         patience = threading.Timer(_JOIN_SECONDS, _give_up, (fault,))
         patience.daemon = True
         patience.start()
@@ -270,3 +268,7 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
+
+
+opening.when_started.append(guard_script)
+opening.when_met.append(release_output)

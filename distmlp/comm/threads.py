@@ -6,10 +6,6 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from distmlp.comm.world import World
 
 USER_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
@@ -23,16 +19,14 @@ def fair_threads(mine: frozenset[int], local: Sequence[frozenset[int]], quota: f
     return max(1, int(min(share, quota / max(1, len(local))) + 1e-9))
 
 
-def limit_blas_threads(world: World) -> None:
-    """Give this rank's BLAS its fair share of the cores. Collective. A number set by the user is left alone."""
-    cores = allowed_cores()
-    places = world.all_gather((world.place, cores))
+def limit_blas_threads(local: Sequence[frozenset[int]]) -> None:
+    """Give this rank's BLAS its fair share of the cores, where each rank of this host, itself included, may use those
+    in `local`. A number set by the user is left alone."""
     if any(variable in os.environ for variable in USER_VARIABLES):
         return
-    local = [other for place, other in places if place == world.place]
     from threadpoolctl import threadpool_limits
 
-    threadpool_limits(limits=fair_threads(cores, local, cpu_quota()), user_api="blas")
+    threadpool_limits(limits=fair_threads(allowed_cores(), local, cpu_quota()), user_api="blas")
 
 
 def allowed_cores() -> frozenset[int]:

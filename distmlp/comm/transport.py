@@ -6,7 +6,7 @@ reference engine); `staged` through page-locked host memory; `nccl`; `peer` insi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distmlp.errors import SystemUnfitError
 
@@ -19,7 +19,8 @@ class Probe:
     reason: str  # what was tried and how it ended
 
 
-AVAILABLE = frozenset({"mpi", "staged", "nccl"})  # `peer` needs the kernels' part of it, which is still to come
+AVAILABLE = frozenset({"mpi", "staged", "nccl", "peer"})
+MOST_PEERS = 8  # ranks of `peer`, as in kernels/peers.cuh
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ def choose_transport(wanted: str, facts: Facts) -> Choice:
         return Choice("mpi", "host buffers through MPI: the reference engine keeps everything in host memory")
     obstacles = {name: obstacle(name, facts) for name in ("peer", "mpi", "nccl", "staged")}
     if wanted != "auto":
+        if wanted == "peer":  # ranks that share a GPU take turns of milliseconds, but it works
+            obstacles[wanted] = obstacle(wanted, replace(facts, shared_gpu=False))
         if obstacles[wanted]:
             raise SystemUnfitError(f"run.transport = {wanted} cannot work here: {obstacles[wanted]}")
         return Choice(wanted, "asked for")
@@ -84,7 +87,9 @@ def obstacle(transport: str, facts: Facts) -> str:
         if facts.hosts > 1:
             return f"the ranks are on {facts.hosts} hosts"
         if facts.shared_gpu:
-            return "ranks share a GPU, and kernels that wait for each other may not run there at the same time"
+            return "ranks share a GPU, and kernels that wait for each other take turns there"
+        if facts.size > MOST_PEERS:
+            return f"{facts.size} ranks, and it joins up to {MOST_PEERS}"
         return facts.peer
     if transport == "nccl":
         return "ranks share a GPU, which NCCL refuses" if facts.shared_gpu else facts.nccl

@@ -17,12 +17,12 @@ from typing import Any, NoReturn, TypeVar
 
 from numpy.typing import NDArray
 
-from distmlp.comm import device_probe, hints, policy
+from distmlp.comm import device_probe, hints, opening
 from distmlp.comm.device_probe import DeviceProbe
 from distmlp.comm.faults import Fault, exchange_faults, merge_faults
 from distmlp.comm.reduction import Reducer
 from distmlp.comm.startup import start_mpi, started_here
-from distmlp.comm.threads import limit_blas_threads
+from distmlp.comm.threads import allowed_cores, limit_blas_threads
 from distmlp.errors import DistmlpError
 
 T = TypeVar("T")
@@ -163,7 +163,7 @@ def open_world(try_devices: bool = False) -> World:
     if _world is None:
         launch = hints.read_launch()
         loaded = "mpi4py.MPI" in sys.modules
-        alone = not loaded and (launch is None or launch.size == 1 or policy.first_rank_alone)
+        alone = not loaded and (launch is None or launch.size == 1 or opening.first_rank_alone)
         probe = device_probe.begin(launch) if try_devices and not alone and not loaded else None
         _world = World() if alone else _open_mpi(launch)
         _world.device_probe = probe
@@ -187,13 +187,16 @@ def _open_mpi(launch: hints.Launch | None) -> World:
     mpi, library = start_mpi(launch)
     if mpi.COMM_WORLD.size == 1:
         return World(None, library)
-    policy.guard_script()
+    for prepare in opening.when_started:
+        prepare()
     if started_here():
         atexit.register(close)
     # Our own communicator: a user's script may have messages of its own under way.
     world = World(mpi.COMM_WORLD.Dup(), library)
-    policy.release_output(world)
-    limit_blas_threads(world)
+    for tell in opening.when_met:
+        tell(world)
+    cores = world.all_gather((world.place, allowed_cores()))
+    limit_blas_threads([theirs for place, theirs in cores if place == world.place])
     return world
 
 

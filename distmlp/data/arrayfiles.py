@@ -6,9 +6,10 @@ import gzip
 import math
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,20 +40,39 @@ class Array:
             raise DataError(f"{self.where}: claims rows of {self.shape[1:]} {self.dtype}, {size:,} bytes each")
         return size
 
+    @property
+    def kind(self) -> tuple[tuple[int, ...], np.dtype]:
+        """Shape and dtype of the rows that come out."""
+        return self.shape[1:], np.dtype(np.uint8) if self.dtype == bool else self.dtype.newbyteorder("=")
+
     def blocks(self, rows: int) -> Iterator[NDArray]:
         """All rows, `rows` at a time, in native byte order. Raises DataError where the file ends early."""
+        for _, load in self.pieces(rows):
+            yield load()
+
+    def pieces(self, rows: int) -> Iterator[tuple[int, Callable[[], NDArray]]]:
+        """The same as (how many rows, what reads them): called before the next piece is asked for, or not at all."""
         row_bytes = self.row_bytes
         with self.source() as stream:
+            begin = stream.tell()
             for start in range(0, self.shape[0], rows):
                 count = min(rows, self.shape[0] - start)
-                data = stream.read(count * row_bytes)
-                if len(data) < count * row_bytes:
-                    last = start + len(data) // max(1, row_bytes)
-                    raise DataError(f"{self.where}: ends at row {last} of {self.shape[0]}")
-                block = np.frombuffer(data, self.dtype).reshape(count, *self.shape[1:])
-                yield block.astype(np.uint8 if block.dtype == bool else block.dtype.newbyteorder("="))
-            if stream.read(1):
+                yield count, partial(self._read, stream, begin + start * row_bytes, start, count)
+            if stream.tell() == begin + self.shape[0] * row_bytes and stream.read(1):
                 raise DataError(f"{self.where}: goes on after its {self.shape[0]} rows")
+
+    def _read(self, stream: BinaryIO, place: int, start: int, count: int) -> NDArray:
+        size = count * self.row_bytes
+        try:
+            stream.seek(place)
+            data = stream.read(size)
+        except _ZIP_FAULTS as error:
+            raise DataError(f"{self.where}: cannot be read: {error}") from None
+        if len(data) < size:
+            last = start + len(data) // max(1, self.row_bytes)
+            raise DataError(f"{self.where}: ends at row {last} of {self.shape[0]}")
+        block = np.frombuffer(data, self.dtype).reshape(count, *self.shape[1:])
+        return block.astype(self.kind[1])
 
 
 def idx_array(path: Path) -> Array:
@@ -96,10 +116,10 @@ def _npy_header(file: Any, where: str) -> tuple[tuple[int, ...], np.dtype, bool]
 class FortranArray(Array):
     """An NPY file whose columns, not rows, lie together, as pandas likes to save them: mapped, not streamed."""
 
-    def blocks(self, rows: int) -> Iterator[NDArray]:
+    def pieces(self, rows: int) -> Iterator[tuple[int, Callable[[], NDArray]]]:
         for start in range(0, self.shape[0], rows):
-            block = np.ascontiguousarray(self.source[start : start + rows])
-            yield block.astype(np.uint8 if block.dtype == bool else block.dtype.newbyteorder("="))
+            part = self.source[start : start + rows]
+            yield len(part), partial(np.array, part, self.kind[1], order="C")
 
 
 def npy_array(path: Path) -> Array:

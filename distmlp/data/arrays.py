@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from distmlp.data.shards import Rows
+from distmlp.data.rows import Rows
 from distmlp.order import Order
 
 BLOCK_ROWS = 64  # of a sum: stays in the cache, which is worth a factor of ten

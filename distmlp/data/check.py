@@ -12,7 +12,8 @@ from distmlp.data.advice import advice, describe
 from distmlp.data.inspection import inspect_files
 from distmlp.data.layout import Layout
 from distmlp.data.reader import RowReader
-from distmlp.data.shards import ROLES, check_shapes
+from distmlp.data.rows import ROLES
+from distmlp.data.shards import check_shapes
 from distmlp.data.sources import expand
 from distmlp.errors import DataError
 

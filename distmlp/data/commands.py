@@ -1,4 +1,5 @@
-"""What `distmlp data check` and `distmlp data convert` print. Under `mpirun` the first rank does it for all."""
+"""What `distmlp data check` and `distmlp data convert` print. Under `mpirun` the first rank checks for all, while
+all share the work of a conversion."""
 
 from __future__ import annotations
 
@@ -79,27 +80,27 @@ def convert_command(
         raise ConfigError("data convert: give one source at least and the shard to write: SOURCE… OUT.h5")
     selection = Selection(inputs, targets, weights, labels, _categories(category), missing)
 
-    def run() -> int:
-        done = convert(
-            list(arguments[:-1]),
-            Path(arguments[-1]),
-            selection=selection,
-            header=header,
-            rows_per_shard=rows_per_shard,
-            validation=validation,
-            seed=seed,
-            checksums=checksums,
-            overwrite=overwrite,
-            resume=resume,
-        )
+    world = open_world()
+    done = convert(
+        list(arguments[:-1]),
+        Path(arguments[-1]),
+        selection=selection,
+        header=header,
+        rows_per_shard=rows_per_shard,
+        validation=validation,
+        seed=seed,
+        checksums=checksums,
+        overwrite=overwrite,
+        resume=resume,
+        world=world,
+    )
+    if world.rank == 0:
         for path in done.paths:
             print(path)
         parts = ", ".join(f"{rows:,} {part or ''}".rstrip() + " rows" for part, rows in done.rows.items())
         files = f"{len(done.paths)} file{'s' if len(done.paths) != 1 else ''}"
         print(f"{parts} in {files}" + (f"; {done.dropped:,} incomplete rows left out" if done.dropped else ""))
-        return 0
-
-    return on_first_rank(run)
+    return 0
 
 
 def _categories(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:

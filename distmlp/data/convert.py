@@ -1,25 +1,33 @@
-"""Other formats → shards: `distmlp data convert`. Streaming, in constant memory; every file complete or absent."""
+"""Other formats → shards: `distmlp data convert`. Streaming, in constant memory; every file complete or absent.
+
+Under `mpirun` every rank walks through the blocks of all sources and counts their rows, but parses and writes only
+those of its own shards: the files are the same at any number of ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distmlp.data.arrayfiles import Array, idx_array, npy_array
-from distmlp.data.csvfile import read_csv
-from distmlp.data.formats import hdf5_rows, npz_rows, pair_rows, parquet_rows, table_rows
+from distmlp.comm.apart import agree_apart
+from distmlp.comm.world import World
+from distmlp.data.blocks import Block, Source
 from distmlp.data.present import PresentShard
-from distmlp.data.shards import Rows
-from distmlp.data.tables import Selection, Table
+from distmlp.data.recognize import HDF5, open_sources
+from distmlp.data.rows import Rows
+from distmlp.data.sequence import ShardSequence
+from distmlp.data.tables import Selection
 from distmlp.data.writer import ShardWriter
 from distmlp.errors import ConfigError, DataError
+from distmlp.files import check_replaceable, describe, leftovers
 from distmlp.order import mix
 
-CSV, HDF5, PARQUET = {".csv", ".tsv", ".txt"}, {".h5", ".hdf5", ".he5"}, {".parquet", ".pq"}
 EVERYTHING = Selection()
 
 
@@ -44,6 +52,7 @@ def convert(
     checksums: bool = False,
     overwrite: bool = False,
     resume: bool = False,
+    world: World | None = None,
 ) -> Converted:
     """Write the rows of `sources`, one after the other, to HDF5 shards with contiguous datasets.
 
@@ -51,10 +60,10 @@ def convert(
     `out`: "data.h5"; with `rows_per_shard` data-00000.h5, data-00001.h5, …. `validation`: fraction of the
     rows that goes to data-validation*.h5, the rest to data-train*.h5, chosen by a hash of (seed, row
     number) so that rows added later do not move the others. `checksums`: see `ShardWriter`. `resume`: shards
-    that an interrupted conversion finished are compared and kept.
+    that an interrupted conversion finished are compared and kept. `world`: ranks that share the work; collective.
     Raises DataError for what is wrong in a source or on the disk, ConfigError for what is asked.
     """
-    out = Path(out)
+    out, world = Path(out), world or World()
     if not sources:
         raise ConfigError("data convert: no source is given")
     if not 0.0 <= validation < 1.0:
@@ -63,140 +72,136 @@ def convert(
         raise ConfigError("data convert: --overwrite begins anew, --resume goes on; give one of them")
     if out.suffix.lower() not in HDF5:
         raise ConfigError(f"{out}: the last argument is the shard to write and must end in .h5")
-    parts = ("train", "validation") if validation else ("",)
-    result = Converted(rows=dict.fromkeys(parts, 0))
-    shards = {part: _Sequence(out, part, rows_per_shard, checksums, overwrite, resume) for part in parts}
-    number = 0
-    tables: list[Table] = []
-    try:
-        for rows in _all_rows([Path(source) for source in sources], selection, header, tables):
-            if validation:
-                place = mix(np.arange(number, number + len(rows)) & 0xFFFFFFFF, mix(seed & 0xFFFFFFFF, 0x5EED))
-                chosen = place < validation * 2.0**32
-                shards["validation"].append(_part(rows, chosen))
-                shards["train"].append(_part(rows, ~chosen))
-            else:
-                shards[""].append(rows)
-            number += len(rows)
-        for part, sequence in shards.items():
-            result.paths += sequence.finish()
-            sequence.remove_older()
-            result.rows[part] = sequence.rows
-    finally:
-        for sequence in shards.values():
-            sequence.discard()
-    if not number:
-        raise DataError(f"{', '.join(map(str, sources))}: no row came out")
-    result.dropped = sum(table.dropped for table in tables)
-    return result
+    paths = [Path(source) for source in sources]
+    opened = world.agree(lambda: open_sources(paths, selection, header), "data convert")
+
+    def open_shard(path: Path) -> ShardWriter | PresentShard:
+        return PresentShard(path) if resume and path.exists() else ShardWriter(path, checksums)
+
+    def sequence(part: str, first: int) -> ShardSequence:
+        def mine(shard: int) -> bool:
+            return (shard + first) % world.size == world.rank
+
+        return ShardSequence(out, part, rows_per_shard, mine, open_shard)
+
+    names = ("train", "validation") if validation else ("",)
+    shards = {name: sequence(name, first) for first, name in enumerate(names)}
+    world.agree(
+        lambda: _prepare(out, list(shards.values()), paths, overwrite, resume) if world.rank == 0 else None,
+        "data convert",
+    )
+    counts = _counts(opened, world)
+    split = _Split(shards, validation, seed)
+    dropped = agree_apart(world, lambda listen: _write(opened, counts, split, listen), "data convert")
+    world.agree(lambda: _check_others(shards.values(), overwrite) if world.rank == 0 else None, "data convert")
+    written = [path for sequence in shards.values() for path in sequence.paths]
+    return Converted(written, {name: sequence.rows for name, sequence in shards.items()}, dropped)
 
 
-class _Sequence:
-    """The shards of one part, each closed when it is full."""
-
-    def __init__(
-        self, out: Path, part: str, rows_per_shard: int, checksums: bool, overwrite: bool, resume: bool
-    ) -> None:  # fmt: skip
-        self._stem = out.with_name("-".join(filter(None, [out.stem, part])))
-        self._suffix, self._limit, self._checksums, self._overwrite = out.suffix, rows_per_shard, checksums, overwrite
-        self._resume = resume
-        self._writer: ShardWriter | PresentShard | None = None
-        self._paths: list[Path] = []
-        self.rows = 0
-
-    def append(self, rows: Rows) -> None:
-        done = 0
-        while done < len(rows):
-            if self._writer is None:
-                self._writer = self._next()
-            room = self._limit - self._writer.rows if self._limit else len(rows)
-            piece = slice(done, done + room)
-            arrays = {"inputs": rows.inputs[piece]}
-            if len(rows.targets):
-                arrays["targets"] = rows.targets[piece]
-            if rows.weights is not None:
-                arrays["sample_weights"] = rows.weights[piece]
-            self._writer.append(**arrays)
-            done += len(arrays["inputs"])
-            if self._limit and self._writer.rows >= self._limit:
-                self.finish()
-        self.rows += len(rows)
-
-    def _next(self) -> ShardWriter | PresentShard:
-        path = self._path(len(self._paths))
-        if path.exists() and self._resume:
-            return PresentShard(path)
-        if path.exists() and not self._overwrite:
+def _prepare(
+    out: Path, shards: Sequence[ShardSequence], sources: Sequence[Path], overwrite: bool, resume: bool
+) -> None:
+    """Find out before the work whether its files may and can be written, and remove what a killed one left."""
+    for path in (path for sequence in shards for path in sequence.present()):
+        if not overwrite and not resume:
             raise DataError(
                 f"{path}: exists already; choose another name, or give --overwrite, or --resume to go on where a "
                 "conversion was interrupted"
             )
-        return ShardWriter(path, self._checksums)
-
-    def _path(self, number: int) -> Path:
-        return self._stem.with_name(f"{self._stem.name}{f'-{number:05d}' if self._limit else ''}{self._suffix}")
-
-    def remove_older(self) -> None:
-        """Shards of an earlier, longer conversion would be read with the new ones."""
-        number = len(self._paths)
-        while self._limit and self._overwrite and self._path(number).exists():
-            self._path(number).unlink()
-            number += 1
-
-    def finish(self) -> list[Path]:
-        if self._writer is not None:
-            self._writer.close()
-            self._paths.append(self._writer.path)
-            self._writer = None
-        return self._paths
-
-    def discard(self) -> None:
-        if self._writer is not None:
-            self._writer.discard()
+        try:  # a single file appears when all is read, so that it may replace its source
+            check_replaceable(path, sources if path != out else ())
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written: {describe(error, path)}") from None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+        names = rf"{re.escape(out.stem)}(-train|-validation)?(-\d{{5}})?{re.escape(out.suffix)}"
+        for path in leftovers(out.parent, names) if overwrite or resume else ():  # else of another that is under way
+            path.unlink()
+    except OSError as error:
+        raise DataError(f"{out.parent}: cannot be written: {describe(error, out.parent)}") from None
 
 
-def _part(rows: Rows, chosen: NDArray) -> Rows:
+def _blocks(sources: Sequence[Source]) -> Iterator[tuple[Source, Block]]:
+    for source in sources:
+        for block in source.blocks():
+            yield source, block
+
+
+def _counts(sources: Sequence[Source], world: World) -> dict[int, int]:
+    """How many rows come out of the blocks of which that shows only when they are parsed. The ranks share that
+    work; a process alone counts as it writes."""
+    if world.size == 1 or all(source.exact for source in sources):
+        return {}
+
+    def mine(listen: Callable[[], None]) -> dict[int, int]:
+        counts = {}
+        for number, (source, block) in enumerate(_blocks(sources)):
+            listen()
+            if not source.exact and number % world.size == world.rank:
+                counts[number] = len(block.load())
+        return counts
+
+    parts = world.all_gather(agree_apart(world, mine, "data convert"))
+    return {number: count for part in parts for number, count in part.items()}
+
+
+class _Split:
+    """Which part a row belongs to."""
+
+    def __init__(self, parts: dict[str, ShardSequence], validation: float, seed: int) -> None:
+        self.parts, self._validation, self._seed = parts, validation, seed
+
+    def of(self, first: int, count: int) -> list[tuple[ShardSequence, NDArray | slice, int]]:
+        """Of `count` rows from number `first` on: for every part those that go there, and how many."""
+        if not self._validation:
+            return [(sequence, slice(None), count) for sequence in self.parts.values()]
+        place = mix(np.arange(first, first + count) & 0xFFFFFFFF, mix(self._seed & 0xFFFFFFFF, 0x5EED))
+        held = place < self._validation * 2.0**32
+        masks = {"train": ~held, "validation": held}
+        return [(sequence, masks[part], int(masks[part].sum())) for part, sequence in self.parts.items()]
+
+
+def _write(sources: Sequence[Source], counts: dict[int, int], split: _Split, listen: Callable[[], None]) -> int:
+    """Write this rank's shards; how many rows were left out of all."""
+    number, dropped = 0, 0
+    try:
+        for place, (source, block) in enumerate(_blocks(sources)):
+            listen()
+            count = block.rows if source.exact else counts.get(place)
+            rows = None
+            if count is None:
+                rows = block.load()
+                count = len(rows)
+            pieces = split.of(number, count)
+            if rows is None and any(sequence.wants(part) for sequence, _, part in pieces):
+                rows = block.load()
+            for sequence, chosen, part in pieces:
+                sequence.append(None if rows is None else _part(rows, chosen), part)
+            number += count
+            dropped += block.rows - count
+        for sequence in split.parts.values():
+            sequence.finish()
+    finally:
+        for sequence in split.parts.values():
+            sequence.discard()
+    if not number:
+        raise DataError(f"{', '.join(source.where for source in sources)}: no row came out")
+    return dropped
+
+
+def _part(rows: Rows, chosen: NDArray | slice) -> Rows:
     return rows.map(lambda array: array[chosen] if len(array) else array)
 
 
-def _all_rows(sources: list[Path], selection: Selection, header: bool | None, tables: list[Table]) -> Iterator[Rows]:
-    waiting = list(sources)
-    while waiting:
-        path = waiting.pop(0)
-        if path.is_dir():
-            raise DataError(f"{path}: is a directory, expected a file")
-        kind = _kind(path)
-        if kind in CSV | PARQUET:
-            table, rows = read_csv(path, selection, header) if kind in CSV else parquet_rows(path, selection)
-            tables.append(table)
-            yield from rows
-        elif kind == ".npz":
-            yield from npz_rows(path, selection)
-        elif kind in HDF5:
-            yield from hdf5_rows(path, selection)
-        elif kind == ".npy":
-            array = npy_array(path)
-            if waiting and _kind(waiting[0]) == ".npy":
-                yield from _pair(array, npy_array(waiting.pop(0)))
-            else:
-                table, rows = table_rows(array, selection)
-                tables.append(table)
-                yield from rows
-        elif not waiting:
-            raise DataError(f"{path}: one IDX file alone; give images and labels: IMAGES LABELS OUT.h5")
-        else:
-            yield from _pair(idx_array(path), idx_array(waiting.pop(0)))
-
-
-def _kind(path: Path) -> str:
-    """The suffix that tells the format, ".gz" aside; IDX for anything that is not known by its suffix."""
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    known = CSV | HDF5 | PARQUET | {".npy", ".npz"}
-    return suffix.lower() if suffix.lower() in known else "idx"
-
-
-def _pair(first: Array, second: Array) -> Iterator[Rows]:
-    """Inputs and targets in either order: the one with more dimensions, or wider rows, is the inputs."""
-    if len(second.shape) > len(first.shape):
-        first, second = second, first
-    return pair_rows(first, second, None)
+def _check_others(shards: Iterable[ShardSequence], overwrite: bool) -> None:
+    """Shards of an earlier, longer conversion would be read with the new ones."""
+    for sequence in shards:
+        for path in sequence.present()[len(sequence.paths) :]:
+            if not overwrite:
+                raise DataError(
+                    f"{path}: is none of the {len(sequence.paths)} shards that these sources and options give, but "
+                    "would be read with them; remove it, or begin anew with --overwrite"
+                )
+            path.unlink()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import itertools
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distmlp.data.shards import Rows
+from distmlp.data.blocks import Block, Source
+from distmlp.data.rows import Rows
 from distmlp.data.tables import MISSING, Selection, Table
 from distmlp.errors import DataError
 
@@ -22,13 +24,13 @@ DELIMITERS = ",;\t|"
 MAX_LINE = 64 << 20
 
 
-def read_csv(path: Path, selection: Selection, header: bool | None = None) -> tuple[Table, Iterator[Rows]]:
-    """The table of a CSV file (.gz too) and its rows, block by block. Raises DataError naming line and column.
+def csv_source(path: Path, selection: Selection, header: bool | None = None) -> Source:
+    """A CSV file (.gz too), block by block. Raises DataError naming line and column.
 
     `header`: whether the first line names the columns; None: it does if a cell in it is not a number.
     """
-    blocks = _blocks(path)
-    numbers, lines = next(blocks, ([], []))
+    with closing(_blocks(path)) as blocks:
+        _, lines = next(blocks, ([], []))
     if not lines:
         raise DataError(f"{path}: is empty, expected lines of numbers")
     delimiter = max(DELIMITERS, key=lines[0].count)
@@ -38,12 +40,17 @@ def read_csv(path: Path, selection: Selection, header: bool | None = None) -> tu
     names = [cell.strip() for cell in first] if header else [str(k) for k in range(len(first))]
     table = Table(names, selection, str(path))
 
-    def rows() -> Iterator[Rows]:
-        for where, block in itertools.chain([(numbers[header:], lines[header:])], blocks):
-            if block:
-                yield table.rows(_parse(block, where, delimiter, table), where, "line")
+    def rows(lines: list[str], where: list[int]) -> Rows:
+        return table.rows(_parse(lines, where, delimiter, table), where, "line")
 
-    return table, rows()
+    def blocks_of_rows() -> Iterator[Block]:
+        skip = int(bool(header))
+        for where, block in _blocks(path):
+            if block[skip:]:
+                yield Block(len(block) - skip, partial(rows, block[skip:], where[skip:]))
+            skip = 0
+
+    return Source(str(path), table.kinds, blocks_of_rows, table.exact)
 
 
 def _is_number(cell: str) -> bool:
@@ -54,7 +61,7 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def _blocks(path: Path) -> Iterator[tuple[list[int], list[str]]]:
+def _blocks(path: Path) -> Generator[tuple[list[int], list[str]], None, None]:
     """(line numbers, whole records) of at most `BLOCK_LINES`; a quoted cell may span lines."""
     try:
         with _open(path) as file:

@@ -47,6 +47,8 @@ def decode(layout: Layout, stored: bytes | NDArray, mask: int, lasting: bool = T
         for stage in stages
     )
     if not simple:
+        if stages[-1].id in (NBIT, SCALEOFFSET) and len(stored) < (least := _least_bytes(layout, stages[-1], stored)):
+            raise DamagedChunk(f"{len(stored)} bytes, expected {least} at least ({stages[-1].name})")
         return _decode_by_hdf5(layout, stages, bytes(stored))
     data = np.frombuffer(stored, np.uint8)
     for left in reversed(range(len(stages))):
@@ -58,6 +60,16 @@ def decode(layout: Layout, stored: bytes | NDArray, mask: int, lasting: bool = T
     if lasting and not stages:
         data = data.copy()
     return data.view(layout.dtype).reshape(layout.chunk)
+
+
+def _least_bytes(layout: Layout, stage: Filter, stored: bytes | NDArray) -> int:
+    """What these two filters of HDF5 read of a chunk, without a look at where it ends: H5Zscaleoffset.c, H5Znbit.c."""
+    elements, most = layout.chunk_bytes // layout.dtype.itemsize, 8 * layout.dtype.itemsize
+    if stage.id == SCALEOFFSET:
+        bits = int.from_bytes(bytes(stored[:4]), "little")  # of every element, behind a header of 21 bytes
+        return 21 + -(-min(bits, most) * elements // 8)
+    packed = len(stage.values) >= 7 and not stage.values[1] and stage.values[3] == 1  # plain numbers
+    return -(-min(stage.values[6] if packed else most, most) * elements // 8)
 
 
 def _inflate(data: NDArray, out: NDArray) -> NDArray:

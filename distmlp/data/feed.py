@@ -11,8 +11,9 @@ from distmlp.data.lanes import Lanes
 from distmlp.data.memory import available_bytes
 from distmlp.data.pool import Pool, Task, reader_threads
 from distmlp.data.resident import Resident, load
+from distmlp.data.rows import Rows
 from distmlp.data.scratch import Scratch, helps
-from distmlp.data.shards import Rows, Shards
+from distmlp.data.shards import Shards
 from distmlp.data.streaming import Singles, Window, WindowBatches, Windows, read_rows, window_rows
 from distmlp.data.values import blame
 from distmlp.errors import ConfigError, SystemUnfitError

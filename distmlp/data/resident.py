@@ -6,7 +6,8 @@ import numpy as np
 
 from distmlp.data.lanes import Lanes
 from distmlp.data.pool import Pool
-from distmlp.data.shards import Rows, Shards
+from distmlp.data.rows import Rows
+from distmlp.data.shards import Shards
 
 PIECE_BYTES = 16 << 20
 PLAN_ROWS = 1 << 15  # rows whose order is worked out at once

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import IO
 
 from distmlp.data.pool import Pool
-from distmlp.data.shards import ROLES, Rows, Shards
+from distmlp.data.rows import Rows
+from distmlp.data.shards import ROLES, Shards
 from distmlp.errors import DataError, SystemUnfitError
 
 PIECE_BYTES = 16 << 20  # decoded at a time by a thread

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from distmlp.data.inspection import Inspected, inspect_files
 from distmlp.data.layout import Layout
 from distmlp.data.reader import RowReader
+from distmlp.data.rows import ROLES, Rows
 from distmlp.data.sources import expand
 from distmlp.data.values import judge, scan
 from distmlp.errors import DataError
@@ -21,7 +21,6 @@ from distmlp.errors import DataError
 if TYPE_CHECKING:
     from distmlp.comm.world import World
 
-ROLES = ("inputs", "targets", "sample_weights")
 SHOWN_PROBLEMS = 20
 
 
@@ -34,27 +33,6 @@ class Names(Protocol):
     def targets(self) -> str: ...
     @property
     def sample_weights(self) -> str: ...
-
-
-@dataclass
-class Rows:
-    """Some rows, in their stored dtype and this machine's byte order."""
-
-    inputs: NDArray  # (rows, features)
-    targets: NDArray  # (rows, outputs), or (rows,) integer class labels
-    weights: NDArray | None = None  # (rows,)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    @property
-    def parts(self) -> tuple[NDArray, ...]:
-        """The arrays that are there, inputs first."""
-        return (self.inputs, self.targets) if self.weights is None else (self.inputs, self.targets, self.weights)
-
-    def map(self, function: Any) -> Rows:
-        """`function` of every array."""
-        return Rows(*map(function, self.parts))
 
 
 class Shards:

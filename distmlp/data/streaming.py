@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from distmlp.data.lanes import Lanes
 from distmlp.data.pool import Pool, Task
-from distmlp.data.shards import Rows, Shards
+from distmlp.data.rows import Rows
+from distmlp.data.shards import Shards
 from distmlp.order import WINDOW_ROWS
 
 HELD = 2  # windows in memory: the one in use and the next

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from distmlp.data.shards import Rows
+from distmlp.data.blocks import Kinds
+from distmlp.data.rows import Rows
 from distmlp.errors import ConfigError, DataError
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
@@ -58,8 +59,23 @@ class Table:
             for name, values in selection.categories.items()
         }
         self.used = sorted({*self.inputs, *self.targets, *self.weights})
-        self.dropped = 0
         self._stand_in = self._replacement()
+
+    @property
+    def kinds(self) -> Kinds:
+        """What the rows are made of."""
+        kinds: Kinds = {"inputs": ((len(self.inputs),), np.dtype(np.float32))}
+        if self.targets:
+            number = np.dtype(np.float32)
+            kinds["targets"] = ((), np.dtype(np.int64)) if self.labels else ((len(self.targets),), number)
+        if self.weights:
+            kinds["sample_weights"] = ((), np.dtype(np.float32))
+        return kinds
+
+    @property
+    def exact(self) -> bool:
+        """Whether every row comes out."""
+        return self.selection.missing != "drop"
 
     def _replacement(self) -> float | None:
         if self.selection.missing in ("", "drop"):
@@ -115,7 +131,6 @@ class Table:
                 values = np.where(np.isnan(values), self._stand_in, values)
             elif self.selection.missing == "drop":
                 keep = ~missing.any(axis=1)
-                self.dropped += int(len(keep) - keep.sum())
                 values = values[keep]
             else:
                 row, place = np.argwhere(missing)[0]

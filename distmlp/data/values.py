@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from distmlp.data.layout import Layout
 from distmlp.data.reader import RowReader
+from distmlp.data.rows import Rows
 from distmlp.errors import DataError
-
-if TYPE_CHECKING:
-    from distmlp.data.layout import Layout
-    from distmlp.data.shards import Rows, Shards
 
 PIECE_BYTES = 16 << 20
 LARGEST_CLASSES = 1 << 24
@@ -24,7 +22,27 @@ Range = tuple[Any, Any]  # smallest and largest finite value, None where there i
 Found = dict[tuple[str, str], Range | str]  # (path, role) → the range of its values, or why they cannot be read
 
 
-def scan(shards: Shards, rank: int, ranks: int) -> Found:
+class Table(Protocol):
+    """What is asked here of `shards.Shards`."""
+
+    @property
+    def files(self) -> tuple[dict[str, Layout], ...]: ...
+    @property
+    def paths(self) -> tuple[str, ...]: ...
+    @property
+    def starts(self) -> NDArray: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def labels(self) -> bool: ...
+    @property
+    def loss(self) -> str: ...
+    @property
+    def weight_dtype(self) -> np.dtype | None: ...
+    def locate(self, rows: NDArray) -> str: ...
+
+
+def scan(shards: Table, rank: int, ranks: int) -> Found:
     """Ranges of labels, probabilities and weights in this rank's share of the rows: even, whatever the files."""
     roles = ["targets"] if shards.labels or shards.loss == "binary_cross_entropy" else []
     roles += ["sample_weights"] if shards.weight_dtype is not None else []
@@ -66,7 +84,7 @@ def _wider(a: Range, b: Range) -> Range:
     return min(a[0], b[0]), max(a[1], b[1])
 
 
-def judge(shards: Shards, parts: Iterable[Found], layers: Sequence[int]) -> tuple[dict[str, str], int]:
+def judge(shards: Table, parts: Iterable[Found], layers: Sequence[int]) -> tuple[dict[str, str], int]:
     """Path → what is wrong with its values, out of the findings of all ranks; and the largest class label."""
     problems: dict[str, str] = {}
     ranges: dict[tuple[str, str], Range] = {}
@@ -114,18 +132,25 @@ def _outside(layout: Layout, low: Any, high: Any, limit: float, rule: str) -> st
     return f"dataset `{layout.name}`: values from {low:g} to {high:g}; {rule}"
 
 
-def blame(shards: Shards, numbers: NDArray, rows: Rows) -> str | None:
+def blame(shards: Table, numbers: NDArray, rows: Rows) -> str | None:
     """Where `rows`, with these global `numbers`, hold NaN, infinity or numbers too large for float32 arithmetic.
 
     "file rows 3, 7: inputs hold nan", or None when every value is ordinary.
     """
+    found, what = unfit(rows)
+    return f"{shards.locate(numbers[found])}: {what}" if what else None
+
+
+def unfit(rows: Rows) -> tuple[NDArray, str]:
+    """Which rows (bool) hold NaN or infinity, or else numbers too large for float32 arithmetic, in the first of the
+    arrays that does; and what it holds, "" when every value is ordinary."""
     names = ("inputs", "targets", "sample weights")
     for suspicious, what in ((_not_finite, "NaN or infinite values"), (_huge, f"values beyond {HUGE:g}")):
         for name, array in zip(names, rows.parts, strict=False):
-            found = suspicious(array.reshape(len(array), -1)).any(axis=1)
+            found = np.asarray(suspicious(array.reshape(len(array), -1)).any(axis=1))
             if found.any():
-                return f"{shards.locate(numbers[found])}: {name} hold {what}"
-    return None
+                return found, f"{name} hold {what}"
+    return np.zeros(len(rows), bool), ""
 
 
 def _not_finite(array: NDArray) -> NDArray:

@@ -20,6 +20,7 @@ from distmlp.engine.device_rows import INDEX_ROWS, OwnRows, ResidentRows, Stream
 from distmlp.engine.device_windows import WindowRows
 from distmlp.engine.fused_state import DeviceState, check_capability, describe_device
 from distmlp.engine.optimizers import needs_norm, slot_names
+from distmlp.engine.peers import PeerSum, open_peers
 from distmlp.engine.plan import MAX_STEPS, Plan, make_plan
 from distmlp.engine.plan_task import Device, Task
 from distmlp.engine.reduction import Reduction, open_reduction
@@ -82,6 +83,9 @@ class FusedEngine:
             else self._place_rows(feed, own, sample, Affine(standardization.targets, np.float32))
         )
         self._reduction: Reduction | None = None
+        self._peers: PeerSum | None = None
+        self._uneven = False  # ranks may have to take different numbers of steps a launch
+        self._seconds = 0.0  # a step of the last launch
         self._before = pinned(layout.STEP_RESULT.itemsize).view(layout.STEP_RESULT)  # what came of the step before
         self._passes = _DevicePasses(self._state, config, network, standardization)
         self._launch_steps = 16
@@ -111,7 +115,11 @@ class FusedEngine:
 
         Raises AgreedError, on every rank, where that does not work after all.
         """
-        self._reduction, note = open_reduction(transport, self._state, self._world)
+        if transport == "peer":
+            self._peers, note = open_peers(self._state, self._world, self._config.run.stall_timeout)
+            self._uneven = not all(self._world.all_gather(isinstance(self._rows, ResidentRows)))
+        else:
+            self._reduction, note = open_reduction(transport, self._state, self._world)
         self.transport = transport
         return note
 
@@ -125,15 +133,15 @@ class FusedEngine:
         feed, rows = self._feed, self._rows
         assert feed is not None, "this engine was opened without data"
         assert rows is not None
-        assert self._reduction or self._world.size == 1, "connect() comes first"
+        assert self._reduction or self._peers or self._world.size == 1, "connect() comes first"
         waited = feed.wait_seconds
-        communicated = self._reduction.seconds if self._reduction else 0.0
+        communicated = self._communicated
         self._state.prepare_training()
         report = StepReport(np.empty(0), np.empty(0))
         parts = [np.empty(0, layout.STEP_RESULT)]
+        train = self._train_reduced if self._reduction else self._train_peers if self._peers else self._train_alone
         done = 0
         while done < len(rates) and report.nonfinite is None and not report.stopped:
-            train = self._train_reduced if self._reduction else self._train_alone
             count = self._steps_at_once(rows, epoch, first + done, len(rates) - done)
             results, report.stopped = train(rows, epoch, first + done, rates[done : done + count])
             bad = np.flatnonzero(results["status"] == layout.NOT_FINITE)
@@ -146,13 +154,19 @@ class FusedEngine:
         self._ledger.steps += done
         _fill(report, np.concatenate(parts))
         report.wait_seconds = feed.wait_seconds - waited
-        report.communication_seconds = (self._reduction.seconds if self._reduction else 0.0) - communicated
+        report.communication_seconds = self._communicated - communicated
         return report
+
+    @property
+    def _communicated(self) -> float:
+        joined = self._reduction or self._peers
+        return joined.seconds if joined else 0.0
 
     def _steps_at_once(self, rows: Placed, epoch: int, first: int, left: int) -> int:
         if self._reduction:
             return MAX_STEPS
-        return rows.steps_at_once(epoch, first, min(left, self._launch_steps, MAX_STEPS))
+        count = rows.steps_at_once(epoch, first, min(left, self._launch_steps, MAX_STEPS))
+        return min(self._world.all_gather(count)) if self._uneven else count
 
     def _train_alone(self, rows: Placed, epoch: int, first: int, rates: NDArray) -> tuple[NDArray, bool]:
         """All steps in one launch; their results (steps,) and whether to stop."""
@@ -163,9 +177,38 @@ class FusedEngine:
         rows.launched()
         rows.meanwhile()
         results = self._results(len(rates))
-        a_step = (perf_counter() - started) / len(rates)
-        self._launch_steps = int(min(max(LAUNCH_SECONDS / a_step, 1), MAX_STEPS))
+        self._pace((perf_counter() - started) / len(rates))
         return results, self._stop()
+
+    def _pace(self, seconds: float) -> None:
+        """Choose how many steps the next launch takes, from the `seconds` a step takes."""
+        self._launch_steps = int(min(max(LAUNCH_SECONDS / seconds, 1), MAX_STEPS))
+
+    def _train_peers(self, rows: Placed, epoch: int, first: int, rates: NDArray) -> tuple[NDArray, bool]:
+        """As `_train_alone`; the kernels of all ranks exchange gradients and votes every step."""
+        peers, world = self._peers, self._world
+        assert peers is not None
+        started, fault = perf_counter(), None
+        arguments: tuple[np.uint64, ...] = NO_ROWS
+        try:
+            place, firsts = rows.prepare(epoch, range(first, first + len(rates)))
+            arguments = place.arguments
+        except DistmlpError as error:  # the others' kernels must hear of it: take part without rows
+            fault, firsts = error, np.zeros(len(rates), np.int64)
+        self._put_steps(first, rates, firsts, own=fault is None)
+        peers.vote(self._stop(), fault is not None, self._seconds)
+        self._state.train_steps(arguments, 0, len(rates), False)
+        if fault is None:
+            rows.launched()
+        with world.inside("all_reduce"):
+            results = self._results(len(rates))
+        stop, failed, seconds = peers.outcome()
+        if failed:
+            world.agree(partial(_raise, fault), f"batches {first} to {first + len(rates) - 1} of epoch {epoch}")
+        self._seconds = (perf_counter() - started) / len(rates)
+        if seconds:  # the same number everywhere: all ranks must take the same steps a launch
+            self._pace(seconds / world.size)
+        return results, bool(stop)
 
     def _train_reduced(self, rows: Placed, epoch: int, first: int, rates: NDArray) -> tuple[NDArray, bool]:
         """As `_train_alone`, with the ranks' gradients summed after every launch.
@@ -174,12 +217,17 @@ class FusedEngine:
         """
         reduction, world = self._reduction, self._world
         assert reduction is not None
+        ahead = isinstance(rows, ResidentRows)  # reading cannot fail: one upload for all steps
+        if ahead:
+            place, firsts = rows.prepare(epoch, range(first, first + len(rates)))
+            self._put_steps(first, rates, firsts)
         done = 0
         while done < len(rates):
             number, fault = first + done, None
             try:
-                place, firsts = rows.prepare(epoch, range(number, number + 1))
-                self._put_steps(number, rates[done : done + 1], firsts, done)
+                if not ahead:
+                    place, firsts = rows.prepare(epoch, range(number, number + 1))
+                    self._put_steps(number, rates[done : done + 1], firsts, done)
                 self._state.train_steps(place.arguments, done, done + 1, done > 0)
                 rows.launched()
             except DistmlpError as error:
@@ -199,13 +247,12 @@ class FusedEngine:
         self._state.train_steps(NO_ROWS, done, done, True)
         return self._results(done), stopped
 
-    def _put_steps(self, first: int, rates: NDArray, firsts: NDArray, at: int = 0) -> None:
-        """Rates and row ranges of batches `first`, … to the step table from entry `at` on."""
-        own = self._own
-        assert own is not None
+    def _put_steps(self, first: int, rates: NDArray, firsts: NDArray, at: int = 0, own: bool = True) -> None:
+        """Rates and row ranges of batches `first`, … to the step table from entry `at` on; no rows unless `own`."""
+        assert self._own is not None
         table = np.zeros(len(rates), layout.STEP_INFO)
         table["rate"], table["first"] = rates, firsts
-        table["rows"] = np.diff(own.bounds(first, len(rates)))
+        table["rows"] = np.diff(self._own.bounds(first, len(rates))) if own else 0
         self._ledger.upload(self._state.arena.address("steps") + at * layout.STEP_INFO.itemsize, table)
 
     def _results(self, count: int) -> NDArray:
@@ -225,9 +272,10 @@ class FusedEngine:
     def close(self) -> None:
         """Give back all of the GPU's memory: an MPI that knows of it must not find it gone when it ends."""
         self._ledger.stream.synchronize()
-        if self._reduction:
-            self._reduction.close()
-        self._rows = self._reduction = None
+        for joined in (self._reduction, self._peers):
+            if joined:
+                joined.close()
+        self._rows = self._reduction = self._peers = None
         self._before = self._before.copy()
         self._state.arena.free()
         cupy.get_default_memory_pool().free_all_blocks()

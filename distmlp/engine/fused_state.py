@@ -61,6 +61,17 @@ class DeviceState:
         if self.plan.special is not None:
             self._packed_from = ""  # it need not keep the general kernel's copies
 
+    def join_peers(self, peers: NDArray) -> Kernel:
+        """Sum gradients inside the kernel from now on, with the ranks of `peers` (see `Peers` in peers.cuh).
+
+        Returns the kernel that does nothing but such a sum.
+        """
+        self._constants["deferred"], self._constants["needs_norm"] = 0, layout.PEERS_SUM
+        for module in self._modules:
+            module.write_constant("ENGINE", self._constants)
+            module.write_constant("PEERS", peers)
+        return self._module.kernel("sum_gradients", self.plan.blocks, THREADS, grid_wide=True)
+
     def _check_sizes(self) -> None:
         sizes = tuple(int(s) for s in self._module.read_constant("SIZES", 4))
         if sizes[:3] != layout.SIZES or sizes[3] > self.plan.shared_bytes:
@@ -191,6 +202,7 @@ def specialisations(config: RunConfig, plan: Plan) -> list[tuple[str, dict[str, 
         "LOSS": config.model.loss.upper(),
         "LABELS": str(int(plan.task.labels)),
         "OPTIMIZER": config.optimizer.name.upper(),
+        "SEVERAL_RANKS": str(int(plan.task.ranks > 1)),
     }
     raw = plan.task.raw_type
     wide = {

@@ -14,6 +14,8 @@ MAX_LAYERS = 64
 ACTIVATIONS = ("relu", "leaky_relu", "elu", "gelu", "silu", "tanh", "sigmoid", "softplus", "sine", "identity")
 RAW_TYPES = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8")  # in the order of enum RawType
 NOT_RUN, DONE, LEFT_OUT, NOT_FINITE = range(4)  # StepStatus
+NOTHING, NORM, PEERS_SUM = range(3)  # BeforeUpdate
+MAX_PEERS = 8
 
 POINTER = "u8"
 
@@ -56,6 +58,15 @@ ENGINE = _structure(
     )),
     ("beta1", "f8"), ("beta2", "f8"), ("rho", "f8"),
     ("layer", LAYER, MAX_LAYERS),
+)  # fmt: skip
+
+POST = _structure(
+    ("exchanges", "u8"), ("waited_ns", "u8"), ("votes", "f4", 4), ("totals", "f4", 4), ("lost", "u4"),
+    ("padding", "u4", 19),
+)  # fmt: skip
+PEERS = _structure(
+    ("mailbox", POINTER, MAX_PEERS), ("gone", POINTER), ("limit_ns", "u8"), ("stride", "i8"), ("ranks", "i4"),
+    ("rank", "i4"),
 )  # fmt: skip
 
 SIZES = (ENGINE.itemsize, LAYER.itemsize, CONTROL.itemsize)

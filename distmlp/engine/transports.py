@@ -56,8 +56,12 @@ def connect(engine: FusedEngine, wanted: str, choice: Choice, facts: Facts) -> s
         except AgreedError as error:
             if wanted != "auto" or choice.transport == "staged":
                 raise
-            obstacle = {"device_mpi": Probe(False, str(error))} if choice.transport == "mpi" else {"nccl": str(error)}
-            facts = replace(facts, **obstacle)
+            if choice.transport == "mpi":
+                facts = replace(facts, device_mpi=Probe(False, str(error)))
+            elif choice.transport == "nccl":
+                facts = replace(facts, nccl=str(error))
+            else:
+                facts = replace(facts, peer=str(error))
             choice = choose_transport(wanted, facts)
 
 

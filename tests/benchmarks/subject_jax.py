@@ -65,8 +65,14 @@ def _measure(problem: Problem, warm: bool) -> Iterator[Measurement]:
         batches = [jax.ShapeDtypeStruct((*shape, width), jnp.float32) for width in (layers[0], layers[-1])]
         run.lower(initial(problem), tuple(batches)).compile()
         return
-    batches = tuple(map(jnp.asarray, problem.stacked(problem.rows)))
-    state, losses = run(initial(problem), batches)
+    state, batches = initial(problem), problem.stacked(problem.rows)
+    if len(jax.devices()) > 1:  # every batch over all GPUs, the state on each of them
+        mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+        split, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*s)) for s in ((None, "data"), ()))
+        state, batches = jax.device_put(state, whole), jax.device_put(tuple(batches), split)
+    else:
+        batches = tuple(map(jnp.asarray, batches))
+    state, losses = run(state, batches)
     losses = np.asarray(losses, np.float64)[: problem.learn_steps].tolist()
 
     def epochs(state: tuple, count: int) -> tuple[tuple, float]:

@@ -11,7 +11,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -81,18 +81,24 @@ class Problem:
         return tuple(array.reshape(*shape, array.shape[1]) for array in (rows.inputs, np.asarray(rows.targets)))
 
 
-def run_subject(measure: Callable[[Problem, bool], Iterator[Measurement]]) -> None:
-    """The program of a subject: `measure(problem, warm)` yields measurements; with `warm` it only compiles."""
+def run_subject(measure: Callable[[Problem, bool], Iterator[Measurement]], quiet: bool = False) -> None:
+    """The program of a subject: `measure(problem, warm)` yields measurements; with `warm` it only compiles.
+
+    With `--ranks` the problem is what all of them do together. `quiet`: another rank tells of failures.
+    """
     options = arguments()
     for name in options.presets.split(","):
         try:
-            problem = Problem.of(find_preset(name), options.precision, options.megabytes << 20)
+            preset = find_preset(name)
+            preset = replace(preset, batch=preset.batch * options.ranks)
+            problem = Problem.of(preset, options.precision, options.megabytes << 20)
             for result in measure(problem, options.warm):
                 line = {"preset": name, "subject": result.subject, **summary(result.times), **result.extra}
                 report(options.out, line | {"losses": result.losses})
         except Exception as error:  # the other presets are still measured, and the file says what is missing
             traceback.print_exc(limit=5)
-            report(options.out, {"preset": name, "failed": f"{type(error).__name__}: {error}"[:300]})
+            if not quiet:
+                report(options.out, {"preset": name, "failed": f"{type(error).__name__}: {error}"[:300]})
 
 
 def arguments() -> argparse.Namespace:
@@ -101,6 +107,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the matrix products")
     parser.add_argument("--megabytes", type=int, default=512, help="of rows, about")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs, each with the preset's batch")
     parser.add_argument("--warm", action="store_true", help="fill the compilers' caches, measure nothing")
     return parser.parse_args()
 

@@ -12,7 +12,7 @@ import pytest
 from distmlp.comm import device_probe
 from distmlp.comm.device_probe import DeviceProbe, build_claims, judge
 from distmlp.comm.hints import Launch
-from distmlp.comm.transport import AVAILABLE, Facts, Probe, choose_transport, device_hint
+from distmlp.comm.transport import AVAILABLE, MOST_PEERS, Facts, Probe, choose_transport, device_hint
 from distmlp.errors import SystemUnfitError
 
 AWARE = Probe(True, "right in a trial")
@@ -36,7 +36,7 @@ TWO = Facts("fused", 2, 1, "Open MPI v5.0.11", "Open MPI", UNAWARE, peer="", ncc
         (replace(TWO, shared_gpu=True), "staged", "share a GPU"),
         (replace(TWO, shared_gpu=True, device_mpi=AWARE), "mpi", "share a GPU"),
         (replace(TWO, offered=frozenset({"staged"})), "staged", "not available yet"),
-        (replace(TWO, offered=AVAILABLE, device_mpi=AWARE), "mpi", "peer: it is not available yet"),
+        (replace(TWO, size=MOST_PEERS + 1, device_mpi=AWARE), "mpi", "joins up to 8"),
     ],
 )
 def test_auto(facts, transport, reason):
@@ -63,7 +63,7 @@ def test_auto_always_finds_one():
         ("nccl", replace(TWO, nccl="NCCL is not installed"), ("NCCL is not installed",)),
         ("nccl", replace(TWO, shared_gpu=True), ("NCCL refuses",)),
         ("nccl", replace(TWO, engine="reference"), ("fused engine", "transport=auto")),
-        ("peer", replace(TWO, offered=AVAILABLE), ("peer", "not available yet in this version")),
+        ("peer", replace(TWO, offered=AVAILABLE - {"peer"}), ("peer", "not available yet in this version")),
     ],
 )
 def test_forced_transport_that_cannot_work_is_refused(wanted, facts, words):
@@ -76,6 +76,7 @@ def test_forced_transport_that_cannot_work_is_refused(wanted, facts, words):
 def test_forced_transport_that_works_is_taken():
     for wanted in ("peer", "nccl", "staged"):
         assert choose_transport(wanted, TWO).transport == wanted
+    assert choose_transport("peer", replace(TWO, shared_gpu=True)).transport == "peer"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from distmlp.data.convert import convert
 from distmlp.data.tables import Selection
 from distmlp.data.writer import ShardWriter
 from distmlp.errors import ConfigError, DataError
+from tests.launching import run_distmlp
 
 X = np.random.default_rng(0).integers(0, 256, (50, 4, 3)).astype("u1")
 Y = np.arange(50) % 5
@@ -276,8 +277,8 @@ def test_an_interrupted_conversion_goes_on_by_shard(tmp_path):
 
 def test_sources_that_do_not_fit_together(tmp_path):
     first, second = csv(tmp_path, "1,2\n"), csv(tmp_path, "1,2,3\n", "b.csv")
-    with pytest.raises(DataError, match=r"rows of shape \(2,\) float32 after rows of \(1,\) float32"):
-        convert([first, second], tmp_path / "o.h5")
+    with pytest.raises(DataError, match=r"b\.csv: rows of inputs \(2,\) float32, .* after rows of inputs \(1,\)"):
+        convert([first, second], tmp_path / "o.h5", rows_per_shard=1)
     np.save(tmp_path / "x.npy", X)
     np.save(tmp_path / "y.npy", Y[:40])
     with pytest.raises(DataError, match=r"y\.npy: 40 rows beside 50 of .*x\.npy"):
@@ -342,3 +343,27 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path):
     assert "a.h5: cannot be written: File too large (EFBIG)" in told.stdout, told.stderr
     assert told.stderr == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_command_ends_alike_on_all_ranks(tmp_path, ranks):
+    csv(tmp_path, "".join(f"{k},{k}\n" for k in range(100)))
+    arguments = ["data", "convert", "a.csv", "o/o.h5", "--rows-per-shard", "30"]
+    done = run_distmlp(arguments, ranks, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [*(f"o/o-0000{k}.h5" for k in range(4)), "100 rows in 4 files"]
+    again = run_distmlp(arguments, ranks, cwd=tmp_path)
+    assert (again.returncode, again.stdout) == (3, "")
+    assert again.stderr.count("o/o-00000.h5: exists already") == len(again.stderr.splitlines()) == 1
+    csv(tmp_path, "1,2\n" * 70 + "1,x\n", "bad.csv")
+    bad = run_distmlp(["data", "convert", "bad.csv", "b.h5", "--rows-per-shard", "30"], ranks, cwd=tmp_path)
+    assert bad.returncode == 3
+    assert bad.stderr.count("bad.csv, line 71, column `1`: 'x' is not a number") == 1
+    assert "Traceback" not in bad.stderr
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "a.csv")
+    with pytest.raises(DataError, match=r"a\.csv: is a pipe or device"):
+        convert([tmp_path / "a.csv"], tmp_path / "o.h5")

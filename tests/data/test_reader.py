@@ -93,6 +93,29 @@ def test_filters_that_only_hdf5_knows(tmp_path, options):
     np.testing.assert_array_equal(read(tmp_path / "a.h5", 3, 50), array[3:])
 
 
+@pytest.mark.parametrize("name", ["scaleoffset", "nbit"])
+def test_hdf5_must_not_read_beyond_a_chunk_that_lost_its_end(tmp_path, name):
+    """These two filters trust the chunk: HDF5 gives what lies behind it in memory, or dies."""
+    values = np.arange(600).reshape(100, 6) * 3
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        kind, plist = h5py.h5t.STD_I32LE, h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_chunk((50, 6))
+        if name == "nbit":
+            plist.set_filter(h5py.h5z.FILTER_NBIT, 0, ())
+        else:
+            plist.set_scaleoffset(h5py.h5z.SO_INT, 0)
+        space = h5py.h5s.create_simple(values.shape)
+        h5py.Dataset(h5py.h5d.create(file.id, b"inputs", kind, space, plist))[...] = values
+        file["targets"] = values
+    assert (read(tmp_path / "a.h5", 0, 100) == values).all()
+    layout = layout_of(tmp_path / "a.h5")
+    whole = (tmp_path / "a.h5").read_bytes()
+    offset, size, _ = layout.chunks[1].tolist()
+    for cut in (2, size // 2, size - 5):
+        with pytest.raises(DamagedChunk, match=f"{size - cut} bytes, expected \\d+ at least"):
+            decode(layout, whole[offset : offset + size - cut], 0)
+
+
 def test_incompressible_chunks_that_skipped_their_filter(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (64, 8)).astype("u1")
     write_shard(tmp_path / "a.h5", noise, noise, chunks=(64, 8), compression="lzf", fletcher32=True)

@@ -44,6 +44,7 @@ FAMILIES = {
     "bf16 resident": ((100, 1000, 1000, 1000, 2), 32, "bf16", {}, "adam"),
     "bf16 narrow": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
     "bf16 sweep": ((32, 128, 128, 128, 128, 16), 65536, "bf16", {}, "adam"),
+    "tf32 several ranks": ((100, 500, 10), 32, "tf32", {}, "momentum"),
 }
 
 
@@ -54,7 +55,8 @@ def specialisations(family: str, capability: int) -> list[tuple[str, dict[str, s
     config = make_config(list(widths), model, optimizer={"name": optimizer}, run={"precision": precision})
     labels = config.model.loss == "softmax_cross_entropy"
     task = Task(
-        make_network(config), rows, precision, config.model.loss, labels, False, slot_names(optimizer), False, 1,
+        make_network(config), rows, precision, config.model.loss, labels, False, slot_names(optimizer), False,
+        2 if "ranks" in family else 1,
         needs_norm=needs_norm(config.optimizer),
     )  # fmt: skip
     return of_plan(config, make_plan(task, DEVICES[capability]))

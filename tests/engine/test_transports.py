@@ -57,7 +57,7 @@ def opened(
     probe: Probe | None = AWARE,
     nccl: str = "",
     shared: bool = False,
-    broken: tuple[str, ...] = (),
+    broken: tuple[str, ...] = ("peer",),
     feed: Any = "rows",
 ) -> list[tuple[Engine, str, Child]]:
     """Engine, what is said at the start, and the child, of two ranks; rank 0 alone has a child."""
@@ -80,16 +80,18 @@ def opened(
 @pytest.mark.parametrize(
     ("wanted", "options", "taken", "said"),
     [
-        ("auto", {}, "mpi", "the MPI library moves GPU memory"),
+        ("auto", {"broken": ()}, "peer", "reach each other's GPU memory"),
+        ("auto", {}, "mpi", "peer gives wrong sums"),
         ("auto", {"probe": UNAWARE}, "nccl", "signal 11"),
         ("auto", {"probe": UNAWARE, "nccl": "NCCL is not installed"}, "staged", "NCCL is not installed"),
         ("auto", {"probe": None}, "nccl", "MPI was running before distmlp could try it"),
         ("auto", {"probe": UNAWARE, "shared": True}, "staged", "ranks share a GPU"),
-        ("auto", {"broken": ("mpi",)}, "nccl", "mpi gives wrong sums"),
-        ("auto", {"broken": ("mpi", "nccl")}, "staged", "nccl gives wrong sums"),
+        ("auto", {"broken": ("peer", "mpi")}, "nccl", "mpi gives wrong sums"),
+        ("auto", {"broken": ("peer", "mpi", "nccl")}, "staged", "nccl gives wrong sums"),
         ("mpi", {}, "mpi", "asked for"),
         ("nccl", {"probe": UNAWARE}, "nccl", "asked for"),
         ("staged", {"probe": UNAWARE}, "staged", "asked for"),
+        ("peer", {"broken": (), "shared": True}, "peer", "asked for"),
     ],
 )
 def test_taken_on_all_ranks_and_said(monkeypatch, wanted, options, taken, said):
@@ -110,7 +112,7 @@ def test_taken_on_all_ranks_and_said(monkeypatch, wanted, options, taken, said):
         ("mpi", {"broken": ("mpi",)}, ("mpi gives wrong sums",)),
         ("nccl", {"nccl": "NCCL is not installed"}, ("run.transport = nccl", "not installed")),
         ("nccl", {"shared": True}, ("ranks share a GPU, which NCCL refuses",)),
-        ("peer", {}, ("run.transport = peer", "not available yet")),
+        ("peer", {}, ("peer gives wrong sums",)),
     ],
 )
 def test_refused_on_all_ranks(monkeypatch, wanted, options, words):
@@ -128,8 +130,8 @@ def test_trial_is_waited_for_only_where_it_decides(monkeypatch, wanted, asked):
 
 
 def test_library_that_fails_is_never_handed_device_memory(monkeypatch):
-    for engine, _, _ in opened(monkeypatch, "auto", probe=UNAWARE, broken=("nccl",)):
-        assert engine.tried == ["nccl", "staged"]
+    for engine, _, _ in opened(monkeypatch, "auto", probe=UNAWARE, broken=("peer", "nccl")):
+        assert engine.tried == ["peer", "nccl", "staged"]
 
 
 def test_nothing_is_joined_without_training(monkeypatch):

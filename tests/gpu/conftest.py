@@ -41,8 +41,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     items = [item for item in session.items if str(item.path).startswith(FOLDER)]
     if not items or _obstacle():
         return
-    # Open MPI 4 wants to find ssh before it starts ranks, even those of this machine, which need none.
-    os.environ.setdefault("OMPI_MCA_plm_rsh_agent", "true")
     if session.config.option.collectonly or hasattr(session.config, "workerinput"):
         return  # with pytest-xdist: run once with --setup-plan before, or every test compiles its own
     cases = [value for item in items for value in getattr(item, "callspec", _NONE).params.values()]

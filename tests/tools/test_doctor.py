@@ -68,7 +68,7 @@ def test_a_good_machine_has_nothing_to_complain_of():
     report = diagnose(GOOD)
     assert report["works"]
     auto = report["auto"]
-    assert (auto["engine"], auto["transport"], auto["transport_between_hosts"]) == ("fused", "mpi", "mpi")
+    assert (auto["engine"], auto["transport"], auto["transport_between_hosts"]) == ("fused", "peer", "mpi")
     assert {item["state"] for item in report["findings"]} == {"ok", "note"}
     words = text(report)
     for fact in ("NVIDIA H200", "GPU-b", "580.159.04", "NCCL 2.28.3", "Open MPI v5.0.11", "pmi2, pmix", "HDF5 2.0.0"):
@@ -108,8 +108,8 @@ def test_what_is_wrong_is_said_with_what_to_do(changes, state, text_part, advice
 @pytest.mark.parametrize(
     ("changes", "here", "between"),
     [
-        ({"mpi__device": {"works": False, "reason": "crashed with signal 11"}}, "nccl", "nccl"),
-        ({"mpi__device": {"works": False, "reason": "no"}, "gpu__nccl": None}, "staged", "staged"),
+        ({"mpi__device": {"works": False, "reason": "crashed with signal 11"}}, "peer", "nccl"),
+        ({"mpi__device": {"works": False, "reason": "no"}, "gpu__nccl": None}, "peer", "staged"),
         ({"gpu__peers": [[True, False], [False, True]]}, "mpi", "mpi"),
         ({"gpu__obstacle": "no GPU"}, "mpi", "mpi"),
         ({"mpi__ranks": {"error": "x"}}, "none", "none"),
@@ -237,13 +237,14 @@ def test_devices_are_read_through_the_driver_library(tmp_path):
     assert facts["peers"] == [[True, False], [False, True]]
 
 
-@pytest.mark.parametrize(("machine", "aware", "transport"), [("intel-mpi", True, "mpi"), ("open-mpi", False, "nccl")])
-def test_two_h200s(machine, aware, transport):
+@pytest.mark.parametrize(("machine", "aware", "between"), [("intel-mpi", True, "mpi"), ("open-mpi", False, "nccl")])
+def test_two_h200s(machine, aware, between):
     """`doctor --json` of one machine with two H200s, under Intel MPI from PyPI and under Ubuntu's Open MPI."""
     recorded = json.loads((Path(__file__).parent / "data" / f"doctor-{machine}.json").read_text())
     assert recorded["facts"]["mpi"]["device"]["works"] == aware
     report = diagnose(recorded["facts"])
     assert report["works"]
-    assert (report["auto"]["engine"], report["auto"]["transport"]) == ("fused", transport)
+    auto = report["auto"]
+    assert (auto["engine"], auto["transport"], auto["transport_between_hosts"]) == ("fused", "peer", between)
     advice = " ".join(item["advice"] for item in report["findings"] if item["state"] == "warning")
     assert ("UCX_TLS" in advice) == (not aware)

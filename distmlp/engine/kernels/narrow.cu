@@ -21,8 +21,8 @@ __device__ __forceinline__ void write_ones() {
     if constexpr (L < LAYERS) {
         if constexpr (out_major(L)) {
             for (int i = threadIdx.x; i < TILE; i += BLOCK_THREADS) {  // row i
-                const int block = (i >> 3) * CONSTANT(activation_columns(L)) + CONSTANT(columns(L));
-                *(uint4*)(dynamic_shared + CONSTANT(activation_at(L)) + block * BLOCK_BYTES + (i & 7) * 16) =
+                const int block = (i >> 3) * FIXED(activation_columns(L)) + FIXED(columns(L));
+                *(uint4*)(dynamic_shared + FIXED(activation_at(L)) + block * BLOCK_BYTES + (i & 7) * 16) =
                     make_uint4(0x3f80u, 0u, 0u, 0u);
             }
         }

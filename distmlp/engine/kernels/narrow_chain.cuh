@@ -65,17 +65,17 @@ struct Chain {
     template <int L>
     __device__ __forceinline__ float2 bias(int block) const {
         float2 pair;
-        const u32 at = shared + CONSTANT(bias_at(L)) + block * 32 + (threadIdx.x & 3) * 8;
+        const u32 at = shared + FIXED(bias_at(L)) + block * 32 + (threadIdx.x & 3) * 8;
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(at));
         return pair;
     }
     template <int I>
     __device__ __forceinline__ u32 activation_fragment() const {
-        return fragment_address(shared + CONSTANT(activation_at(I)), row_block, CONSTANT(activation_columns(I)));
+        return fragment_address(shared + FIXED(activation_at(I)), row_block, FIXED(activation_columns(I)));
     }
     template <int I>
     __device__ __forceinline__ u32 delta_fragment() const {
-        return fragment_address(shared + CONSTANT(delta_at(I)), row_block, CONSTANT(columns(I)));
+        return fragment_address(shared + FIXED(delta_at(I)), row_block, FIXED(columns(I)));
     }
 
     // Inputs of the warp's 16 rows on their way to shared memory: loads that are waited for only when they are stored.
@@ -86,7 +86,7 @@ struct Chain {
         const int t = threadIdx.x & 3;
         const bool plain = ENGINE.raw_type == RAW_F32;
 #pragma unroll
-        for (int i = 0; i < CONSTANT(2 * columns(0)); ++i) {
+        for (int i = 0; i < FIXED(2 * columns(0)); ++i) {
             const float* row = (const float*)raw.inputs + rows.row[i & 1] * width(0);
             inputs.x[i] = plain && rows.there[i & 1] ? load_columns<width(0)>(row, (i >> 1) * 8 + 2 * t)
                                                      : make_float2(0.f, 0.f);
@@ -99,13 +99,13 @@ struct Chain {
             const int t = threadIdx.x & 3;
             u32 pairs[2 * columns(0)];
 #pragma unroll
-            for (int i = 0; i < CONSTANT(2 * columns(0)); ++i) {
+            for (int i = 0; i < FIXED(2 * columns(0)); ++i) {
                 const float2 x = scale_columns<width(0)>(inputs.x[i], (i >> 1) * 8 + 2 * t, scales, 0);
                 pairs[i] = rows.there[i & 1] ? pack_pair(x.x, x.y) : 0u;
             }
             store_fragments<columns(0), activation_columns(0)>(activation_fragment<0>(), pairs);
         } else {  // element by element, so that there is one copy of the conversions
-            u8* matrix = dynamic_shared + CONSTANT(activation_at(0));
+            u8* matrix = dynamic_shared + FIXED(activation_at(0));
             constexpr int COLUMNS = padded(0), STRIDE = activation_columns(0);
             for (int i = threadIdx.x & 31; i < 16 * COLUMNS; i += 32) {
                 const int r = i / COLUMNS, c = i % COLUMNS;
@@ -121,7 +121,7 @@ struct Chain {
     __device__ __forceinline__ void read_inputs(u32 (&a)[2 * columns(0)]) const {
         const u32 address = activation_fragment<0>();
 #pragma unroll
-        for (int k = 0; k < CONSTANT(columns(0) / 2); ++k) {
+        for (int k = 0; k < FIXED(columns(0) / 2); ++k) {
             u32 piece[4];
             load_blocks4<false>(piece, address + k * 256);
 #pragma unroll
@@ -149,7 +149,7 @@ struct Chain {
         const Raw& raw, const RowPair& rows, const Targets& targets, int half, int block) const {
         const int column = block * 8 + 2 * (threadIdx.x & 3);
         const float2 x = EARLY_TARGETS ? targets.x[2 * block + half] : load_target(raw, rows, half, column);
-        return scale_columns<OUTPUTS>(x, column, scales, CONSTANT(padded(0)));
+        return scale_columns<OUTPUTS>(x, column, scales, FIXED(padded(0)));
     }
 
     template <int COLUMNS, int STRIDE>
@@ -167,10 +167,10 @@ struct Chain {
         Inputs& inputs, const Targets& targets, Totals& totals) const {
         constexpr int OUT = columns(L + 1), KIND = activation(L);
         float z[4 * OUT];
-        const Operand<OUT * BLOCK_BYTES, BLOCK_BYTES, true> weight{shared + CONSTANT(weight_at(L))};
+        const Operand<OUT * BLOCK_BYTES, BLOCK_BYTES, true> weight{shared + FIXED(weight_at(L))};
         begin_products();
 #pragma unroll
-        for (int k = 0; k < CONSTANT(columns(L) / 2); ++k) product<OUT>(z, a + 4 * k, weight.step(k), k > 0);
+        for (int k = 0; k < FIXED(columns(L) / 2); ++k) product<OUT>(z, a + 4 * k, weight.step(k), k > 0);
         commit_products();
         float2 b[OUT];
 #pragma unroll
@@ -207,10 +207,10 @@ struct Chain {
         if constexpr (L > 0) {
             constexpr int IN = columns(L), KIND = activation(L - 1);
             float d[4 * IN];
-            const Operand<BLOCK_BYTES, columns(L + 1) * BLOCK_BYTES, false> weight{shared + CONSTANT(weight_at(L))};
+            const Operand<BLOCK_BYTES, columns(L + 1) * BLOCK_BYTES, false> weight{shared + FIXED(weight_at(L))};
             begin_products();
 #pragma unroll
-            for (int k = 0; k < CONSTANT(columns(L + 1) / 2); ++k) product<IN>(d, dz + 4 * k, weight.step(k), k > 0);
+            for (int k = 0; k < FIXED(columns(L + 1) / 2); ++k) product<IN>(d, dz + 4 * k, weight.step(k), k > 0);
             commit_products();
             const u32 from = stores_slope(KIND) ? delta_fragment<L>() : activation_fragment<L>();
             u32 kept[IN / 2][4], next[2 * IN];

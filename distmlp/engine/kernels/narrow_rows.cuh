@@ -12,12 +12,12 @@ constexpr int SHARED_BYTES = SCALES_AT + 3 * SCALES * 4;
 
 __device__ __forceinline__ void load_scales(float* scales) {
     for (int i = threadIdx.x; i < SCALES; i += BLOCK_THREADS) {
-        const bool input = i < CONSTANT(padded(0));
-        const int c = input ? i : i - CONSTANT(padded(0));
+        const bool input = i < FIXED(padded(0));
+        const int c = input ? i : i - FIXED(padded(0));
         const float* high = input ? ENGINE.input_mean_high : ENGINE.target_mean_high;
         const float* low = input ? ENGINE.input_mean_low : ENGINE.target_mean_low;
         const float* factor = input ? ENGINE.input_factor : ENGINE.target_factor;
-        const bool some = high && c < (input ? CONSTANT(width(0)) : CONSTANT(width(LAYERS)));
+        const bool some = high && c < (input ? FIXED(width(0)) : FIXED(width(LAYERS)));
         scales[i] = some ? high[c] : 0.f;
         scales[SCALES + i] = some ? low[c] : 0.f;
         scales[2 * SCALES + i] = some ? factor[c] : 1.f;

@@ -9,16 +9,16 @@ namespace narrow {
 
 constexpr int CHUNK = 128;
 
-CONSTEXPR int item_columns(int i) {  // blocks of 8 columns that are weights
+SHAPE_FN int item_columns(int i) {  // blocks of 8 columns that are weights
     return item(i).out_major ? columns(item(i).layer) : columns(item(i).layer + 1);
 }
-CONSTEXPR int item_chunk(int i) {  // first chunk of an item: four warps, then the next column block
+SHAPE_FN int item_chunk(int i) {  // first chunk of an item: four warps, then the next column block
     int at = 0;
     for (int k = 0; k < i; ++k) at += 4 * item_columns(k);
     return at;
 }
 constexpr int WEIGHT_CHUNKS = item_chunk(ITEM_COUNT);
-CONSTEXPR int bias_slot(int layer) {  // floats from the start of the biases
+SHAPE_FN int bias_slot(int layer) {  // floats from the start of the biases
     int at = 0;
     for (int i = 0; i < layer; ++i) at += padded(i + 1);
     return at;
@@ -36,18 +36,18 @@ struct Place {
 template <int L>
 __device__ __forceinline__ Place weight_place(int in, int out) {
     if (in >= width(L) || out >= width(L + 1)) return {0, 0, 0, -1, 0};
-    const int block = (in >> 3) * CONSTANT(columns(L + 1)) + (out >> 3);
+    const int block = (in >> 3) * FIXED(columns(L + 1)) + (out >> 3);
     return {
-        L, in, out, CONSTANT(flat_weight(L)) + in * width(L + 1) + out,
-        CONSTANT(weight_at(L)) + block * BLOCK_BYTES + (in & 7) * 16 + (out & 7) * 2};
+        L, in, out, FIXED(flat_weight(L)) + in * width(L + 1) + out,
+        FIXED(weight_at(L)) + block * BLOCK_BYTES + (in & 7) * 16 + (out & 7) * 2};
 }
 
 template <int I = 0>
 __device__ __forceinline__ Place locate_weight(int chunk, int element) {
     if constexpr (I < ITEM_COUNT) {
         constexpr Item ITEM = item(I);
-        const int own = chunk - CONSTANT(item_chunk(I));
-        if (own < CONSTANT(4 * item_columns(I))) {
+        const int own = chunk - FIXED(item_chunk(I));
+        if (own < FIXED(4 * item_columns(I))) {
             const int lane = element >> 2;
             const int row = 64 * ITEM.block + 16 * (own & 3) + (lane >> 2) + 8 * (element >> 1 & 1);
             const int column = 8 * (own >> 2) + 2 * (lane & 3) + (element & 1);
@@ -61,10 +61,10 @@ __device__ __forceinline__ Place locate_weight(int chunk, int element) {
 template <int L = 0>
 __device__ __forceinline__ Place locate_bias(int slot) {
     if constexpr (L < LAYERS) {
-        if (slot < CONSTANT(padded(L + 1)))
+        if (slot < FIXED(padded(L + 1)))
             return {
-                L, -1, slot, slot < width(L + 1) ? CONSTANT(flat_bias(L)) + slot : -1, CONSTANT(bias_at(L)) + slot * 4};
-        return locate_bias<L + 1>(slot - CONSTANT(padded(L + 1)));
+                L, -1, slot, slot < width(L + 1) ? FIXED(flat_bias(L)) + slot : -1, FIXED(bias_at(L)) + slot * 4};
+        return locate_bias<L + 1>(slot - FIXED(padded(L + 1)));
     }
     return {0, 0, 0, -1, 0};
 }

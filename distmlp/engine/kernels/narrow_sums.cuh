@@ -12,8 +12,8 @@ template <int I>
 __device__ __forceinline__ void add_item(float* sums, u32 shared) {
     constexpr Item ITEM = item(I);
     constexpr int L = ITEM.layer, FIRST = ITEM.block * 8 * BLOCK_BYTES;
-    const Operand<columns(L + 1) * BLOCK_BYTES, BLOCK_BYTES, true> dz{shared + CONSTANT(delta_at(L + 1))};
-    const Operand<activation_columns(L) * BLOCK_BYTES, BLOCK_BYTES, true> a{shared + CONSTANT(activation_at(L))};
+    const Operand<columns(L + 1) * BLOCK_BYTES, BLOCK_BYTES, true> dz{shared + FIXED(delta_at(L + 1))};
+    const Operand<activation_columns(L) * BLOCK_BYTES, BLOCK_BYTES, true> a{shared + FIXED(activation_at(L))};
 #pragma unroll
     for (int k = 0; k < TILE / 16; ++k) {
         if constexpr (ITEM.out_major) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void write_item(const float* sums, float* partial, Li
     const int row = 64 * ITEM.block + 16 * warp + (lane >> 2);
     // Rows beyond the matrix hold sums of whatever lay there.
     const bool first = ROWS % 64 == 0 || row < ROWS, second = ROWS % 64 == 0 || row + 8 < ROWS;
-    float4* out = (float4*)partial + CONSTANT(item_chunk(I) * 32) + warp * 32 + lane;
+    float4* out = (float4*)partial + FIXED(item_chunk(I) * 32) + warp * 32 + lane;
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
         const float* x = sums + ITEM.offset + 4 * j;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void write_item(const float* sums, float* partial, Li
     }
     if constexpr (ITEM.out_major) {  // the column of ones
         const float* ones = sums + ITEM.offset + 4 * COLUMNS;
-        float* bias = partial + CONSTANT(WEIGHT_CHUNKS * CHUNK + bias_slot(ITEM.layer));
+        float* bias = partial + FIXED(WEIGHT_CHUNKS * CHUNK + bias_slot(ITEM.layer));
         if ((lane & 3) == 0 && row < ROWS) bias[row] = limit.pass(ones[0]);
         if ((lane & 3) == 0 && row + 8 < ROWS) bias[row + 8] = limit.pass(ones[2]);
     }
@@ -140,7 +140,7 @@ __device__ __forceinline__ void finish_sums(
         float sum = 0.f;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) sum += scratch[w * WARP_SUMS + 4 + lane];
-        partial[CONSTANT(WEIGHT_CHUNKS * CHUNK + bias_slot(LAYERS - 1)) + lane] = sum;
+        partial[FIXED(WEIGHT_CHUNKS * CHUNK + bias_slot(LAYERS - 1)) + lane] = sum;
     }
     float sum[2] = {0.f, 0.f};
 #pragma unroll

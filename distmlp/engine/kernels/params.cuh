@@ -5,7 +5,7 @@
 
 #define MAX_LAYERS 64
 #define TALLY 8  // numbers behind the gradient, see tally.py
-enum TallySlot { TALLY_LOSS, TALLY_WEIGHT, TALLY_ROWS };
+enum TallySlot { TALLY_LOSS, TALLY_WEIGHT, TALLY_ROWS, TALLY_STOP };
 
 struct Layer {
     i64 weight_offset, bias_offset;  // into the flat buffers, elements
@@ -33,7 +33,7 @@ struct Flags {
     u32 output[MAX_LAYERS + 1];  // largest magnitude of the inputs and of every layer's output, as bits
     u32 error[MAX_LAYERS];       // and of every layer's error
     u32 loss;                    // of any partial sum of the loss
-    u32 gradient_not_finite;
+    u32 gradient_not_finite;     // of the gradient, where update.cuh looks at it: the largest magnitude
     float weight;                // sum of the sample weights
 };
 
@@ -53,6 +53,7 @@ struct StepInfo {  // host to device, one a step
     i64 first;  // of them in the index table, or in the raw rows where there is no table
 };
 
+enum BeforeUpdate { NOTHING, NORM, PEERS_SUM };
 enum StepStatus { NOT_RUN, DONE, LEFT_OUT, NOT_FINITE };
 struct StepResult {  // device to host, one a step
     double loss;     // weighted sum over the rows
@@ -87,7 +88,7 @@ struct Engine {
     int gradient_tasks, gradient_tiles;
     int raw_type;
     int stop_on_nonfinite;
-    int needs_norm;   // clipping: the norm of the whole gradient comes before any update
+    int needs_norm;   // of the whole gradient before any update, or the other ranks' part of it: see BeforeUpdate
     int deferred;     // other ranks: gradients are reduced between launches, the update begins the next one
     float clip_norm, huber_delta;
     float weight_decay, momentum, epsilon, ema_decay;

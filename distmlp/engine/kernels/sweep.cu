@@ -25,11 +25,11 @@ __device__ __forceinline__ void stage_inputs(const Sweep& sweep, const Raw& raw,
         if (ENGINE.raw_type == RAW_F32) {
             float2 x[2 * columns(0)];
 #pragma unroll
-            for (int i = 0; i < CONSTANT(2 * columns(0)); ++i)
+            for (int i = 0; i < FIXED(2 * columns(0)); ++i)
                 x[i] = load_columns<width(0)>(
                     (const float*)raw.inputs + rows.row[i & 1] * width(0), (i >> 1) * 8 + 2 * t);
 #pragma unroll
-            for (int i = 0; i < CONSTANT(2 * columns(0)); ++i) {
+            for (int i = 0; i < FIXED(2 * columns(0)); ++i) {
                 const float2 y = scale_columns<width(0)>(x[i], (i >> 1) * 8 + 2 * t, scales, 0);
                 pairs[i] = rows.there[i & 1] ? pack_pair(y.x, y.y) : 0u;
             }
@@ -187,8 +187,8 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) sweep_ste
         if (blockIdx.x < count) {
             sweep.tiles = (all - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
             sweep.ask_weights<0>(sweep.weights_at(0));
-            for (int i = threadIdx.x; i < CONSTANT(IMAGE_BYTES - bias_at(0)) / 4; i += BLOCK_THREADS)
-                *(float*)(dynamic_shared + BIASES_AT + 4 * i) = __ldcg((const float*)(image + CONSTANT(bias_at(0))) + i);
+            for (int i = threadIdx.x; i < FIXED(IMAGE_BYTES - bias_at(0)) / 4; i += BLOCK_THREADS)
+                *(float*)(dynamic_shared + BIASES_AT + 4 * i) = __ldcg((const float*)(image + FIXED(bias_at(0))) + i);
             stage_inputs(sweep, raw, info);
             if (threadIdx.x == BLOCK_THREADS - 1) set_hyper(hyper, info.rate, 1.f, progress.step + 1);
             Totals totals = {};

@@ -10,13 +10,13 @@
 namespace narrow {
 
 constexpr int TILES = SWEEP_TILES;  // that a block holds at most
-CONSTEXPR int larger(int a, int b) { return a > b ? a : b; }
-CONSTEXPR int most_columns() {
+SHAPE_FN int larger(int a, int b) { return a > b ? a : b; }
+SHAPE_FN int most_columns() {
     int most = 0;
     for (int i = 0; i <= LAYERS; ++i) most = larger(columns(i), most);
     return most;
 }
-CONSTEXPR int most_weight_bytes() {
+SHAPE_FN int most_weight_bytes() {
     int most = 0;
     for (int i = 0; i < LAYERS; ++i) most = larger(weight_bytes(i), most);
     return most;
@@ -84,7 +84,7 @@ struct Sweep {
     __device__ __forceinline__ u32 weights_at(int layer) const { return shared + (layer & 1 ? STAGES_AT : WEIGHTS_AT); }
     template <int L>
     __device__ __forceinline__ void ask_weights(u32 to) const {
-        copy_block(to, image + CONSTANT(weight_at(L)), CONSTANT(weight_bytes(L)));
+        copy_block(to, image + FIXED(weight_at(L)), FIXED(weight_bytes(L)));
         commit_copies();
     }
 
@@ -93,17 +93,17 @@ struct Sweep {
         const Operand<COLUMN_BYTES, 128, false> a{slot(tile)};
         const Operand<columns(L + 1) * BLOCK_BYTES, BLOCK_BYTES, true> w{weights_at(L)};
 #pragma unroll
-        for (int i = 0; i < CONSTANT(4 * columns(L + 1)); ++i) z[i] = 0.f;
+        for (int i = 0; i < FIXED(4 * columns(L + 1)); ++i) z[i] = 0.f;
         settle(z);
         begin_products();
 #pragma unroll
-        for (int k = 0; k < CONSTANT(columns(L) / 2); ++k) product<columns(L + 1)>(z, a.step(k), w.step(k));
+        for (int k = 0; k < FIXED(columns(L) / 2); ++k) product<columns(L + 1)>(z, a.step(k), w.step(k));
         commit_products();
         wait_products();
         settle(z);
-        const float* bias = (const float*)(dynamic_shared + BIASES_AT + CONSTANT(bias_at(L) - bias_at(0)));
+        const float* bias = (const float*)(dynamic_shared + BIASES_AT + FIXED(bias_at(L) - bias_at(0)));
 #pragma unroll
-        for (int j = 0; j < CONSTANT(columns(L + 1)); ++j) {
+        for (int j = 0; j < FIXED(columns(L + 1)); ++j) {
             const float2 b = *(const float2*)(bias + 8 * j + 2 * (lane & 3));
             z[4 * j] += b.x, z[4 * j + 1] += b.y, z[4 * j + 2] += b.x, z[4 * j + 3] += b.y;
         }
@@ -140,7 +140,7 @@ struct Sweep {
     template <int L>
     __device__ __forceinline__ void ask_tile(int tile) const {
         if (tile < tiles)
-            copy_block(shared + STAGES_AT + tile % STAGES * STAGE_BYTES, kept_at(0, L, tile), CONSTANT(columns(L)) * COLUMN_BYTES);
+            copy_block(shared + STAGES_AT + tile % STAGES * STAGE_BYTES, kept_at(0, L, tile), FIXED(columns(L)) * COLUMN_BYTES);
         commit_copies();
     }
 
@@ -175,12 +175,12 @@ struct Sweep {
 #pragma unroll
         for (int j = 0; j < SOME; ++j) {
             const float* x = sums + 4 * j;
-            if (FIRST + j < CONSTANT(columns(L))) {
+            if (FIRST + j < FIXED(columns(L))) {
                 if (first) limit.pass(x[0]), limit.pass(x[1]);
                 if (second) limit.pass(x[2]), limit.pass(x[3]);
                 out[(FIRST + j) * CHUNK] = make_float4(x[0], x[1], x[2], x[3]);
             } else {
-                float* bias = partial + CONSTANT(WEIGHT_CHUNKS * CHUNK + bias_slot(L));
+                float* bias = partial + FIXED(WEIGHT_CHUNKS * CHUNK + bias_slot(L));
                 if ((lane & 3) == 0 && first) bias[row] = limit.pass(x[0]);
                 if ((lane & 3) == 0 && second) bias[row + 8] = limit.pass(x[2]);
             }
@@ -198,7 +198,7 @@ struct Sweep {
         ask_tile<L>(0);
         ask_tile<L>(1);
         for (int i = threadIdx.x; i < STAGES * 64; i += BLOCK_THREADS)
-            *(uint4*)(dynamic_shared + STAGES_AT + i / 64 * STAGE_BYTES + CONSTANT(columns(L)) * COLUMN_BYTES + i % 64 * 16) =
+            *(uint4*)(dynamic_shared + STAGES_AT + i / 64 * STAGE_BYTES + FIXED(columns(L)) * COLUMN_BYTES + i % 64 * 16) =
                 make_uint4(0x3f80u, 0u, 0u, 0u);
         // Every branch meets the others at the same barriers; with one block of rows two warpgroups repeat its work.
         if (group == 0) gradient_part<L, 0, 0, HALF>(true, partial, limit);
@@ -220,7 +220,7 @@ struct Sweep {
             settle(d);
             begin_products();
 #pragma unroll
-            for (int k = 0; k < CONSTANT(columns(L + 1) / 2); ++k) product<IN>(d, dz.step(k), w.step(k));
+            for (int k = 0; k < FIXED(columns(L + 1) / 2); ++k) product<IN>(d, dz.step(k), w.step(k));
             commit_products();
             u8* from = kept_at(stores_slope(KIND) ? 1 : 0, L, tile);
             u32 known[2 * IN];

@@ -3,6 +3,7 @@
 #pragma once
 #include "barrier.cuh"
 #include "epilogue.cuh"
+#include "peers.cuh"
 
 struct Progress {  // the same in every block, at every moment between two barriers
     u64 step;
@@ -41,23 +42,29 @@ __device__ __forceinline__ void for_each_bias(const Layer& layer, const F& f) {
     for (int c = blockIdx.x * blockDim.x + threadIdx.x; c < layer.fan_out; c += gridDim.x * blockDim.x) f(c);
 }
 
-// Whether all of the gradient is finite and not too large, and block sums of its squares.
-__device__ __forceinline__ void scan_gradient(Flags& flags) {
+// The largest magnitude in the gradient, and block sums of its squares.
+struct Scan {
     double squares = 0.;
-    const float largest = largest_sum(ENGINE.gradient[ENGINE.size + TALLY_WEIGHT]);
-    bool finite = true;
-    const float4* gradient = (const float4*)ENGINE.gradient;
-    for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < ENGINE.size / 4; i += (i64)gridDim.x * blockDim.x) {
-        const float4 g = gradient[i];
-        finite = finite && fabsf(g.x) < largest && fabsf(g.y) < largest && fabsf(g.z) < largest && fabsf(g.w) < largest;
-        if (ENGINE.needs_norm)
+    u32 largest = 0;
+
+    __device__ __forceinline__ void operator()(const float4& g) {
+        largest = max(largest, magnitude_bits(g));
+        if (ENGINE.clip_norm > 0.f)
             squares += (double)g.x * g.x + (double)g.y * g.y + ((double)g.z * g.z + (double)g.w * g.w);
     }
-    if (!finite) atomicOr(&flags.gradient_not_finite, 1u);
-    if (ENGINE.needs_norm) {
-        squares = block_sum(squares);
-        if (threadIdx.x == 0) ENGINE.norm_partials[blockIdx.x] = squares;
+    __device__ __forceinline__ void finish(Flags& flags) {
+        warp_largest(&flags.gradient_not_finite, largest);
+        if (ENGINE.clip_norm > 0.f) {
+            squares = block_sum(squares);
+            if (threadIdx.x == 0) ENGINE.norm_partials[blockIdx.x] = squares;
+        }
     }
+};
+
+__device__ __forceinline__ void scan_gradient(Scan& scan) {
+    const float4* gradient = (const float4*)ENGINE.gradient;
+    for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < ENGINE.size / 4; i += (i64)gridDim.x * blockDim.x)
+        scan(gradient[i]);
 }
 
 __device__ __forceinline__ double sum_of_blocks(const double* partials) {
@@ -136,14 +143,24 @@ __device__ __noinline__ void apply_gradient(int s, GridBarrier& barrier, Progres
     __shared__ Hyper hyper;
     Flags& flags = ENGINE.control->flags[s & 1];
     const float* tally = ENGINE.gradient + ENGINE.size;
-    scan_gradient(flags);
+    Scan scan;
+    const bool peers = SEVERAL_RANKS && ENGINE.needs_norm == PEERS_SUM;
+    if (peers) exchange_gradient(scan);
+    else scan_gradient(scan);
+    scan.finish(flags);
     barrier.wait();
+    if (peers && !finish_exchange()) {  // the host will say why
+        progress.frozen = true;
+        if (blockIdx.x == 0 && threadIdx.x == 0) ENGINE.results[s] = StepResult{0., 0.f, NOT_RUN};
+        return;
+    }
     const float weight = tally[TALLY_WEIGHT], loss = tally[TALLY_LOSS];
-    const bool finite = flags.gradient_not_finite == 0 && is_finite(loss) && is_finite(weight);
+    const bool finite =
+        __uint_as_float(flags.gradient_not_finite) < largest_sum(weight) && is_finite(loss) && is_finite(weight);
     if (finite && weight != 0.f) {
         ++progress.step;
         double scale = 1. / weight;
-        if (ENGINE.needs_norm) {
+        if (ENGINE.clip_norm > 0.f) {
             const double norm = sqrt(sum_of_blocks(ENGINE.norm_partials)) * fabs(scale);
             scale *= fmin(1., ENGINE.clip_norm / (norm + 1e-6));
         }

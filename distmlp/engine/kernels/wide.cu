@@ -111,6 +111,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) train_steps(
     }
 }
 
+#if SEVERAL_RANKS
+// The exchange by itself, to try it and to time it.
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) sum_gradients() {
+    GridBarrier barrier(&ENGINE.control->forward_barrier);
+    Scan unused;
+    exchange_gradient(unused);
+    barrier.wait();
+    finish_exchange();
+}
+#endif
+
 // Outputs (rows, outputs) float for `rows` raw rows with the biases of `flat`; weights are the packed copies.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) forward_rows(
     const void* inputs, const float* flat, float* out, int rows) {
