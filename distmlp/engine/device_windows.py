@@ -94,11 +94,12 @@ class WindowRows:
         windows = self._windows
         self._needed = range(windows.number(epoch, first), windows.number(epoch, stop - 1) + 1)
         for number in self._needed:
+            started = perf_counter()
             if number not in self._there:
-                started = perf_counter()
                 windows.get(number)
-                self._feed.wait_seconds += perf_counter() - started
                 self._send(number)
+            self._there[number].synchronize()  # here and not on the device alone, so that all waiting is counted
+            self._feed.wait_seconds += perf_counter() - started
             self._ledger.stream.wait_event(self._there[number])
             if number not in self._ordered:
                 self._order(number)
