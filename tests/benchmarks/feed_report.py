@@ -26,6 +26,12 @@ def rates(rows: list[dict[str, Any]]) -> str:
         share = row["streamed_shuffled"] / row["streamed"]
         cells = [row["layout"], *(f"{row[name]:.2f}" for name in ("h5py", "resident", "streamed", "streamed_shuffled"))]
         lines.append(f"| {' | '.join(cells)} | {share:.2f} |")
+    for row in rows:
+        if "with_scratch" in row:
+            lines += ["", (
+                f"{row['layout']}: shuffled {row['streamed_shuffled']:.2f} where decoded chunks stay in memory, "
+                f"{row['without_memory']:.2f} where they do not, {row['with_scratch']:.2f} from `data.scratch`."
+            )]  # fmt: skip
     return "\n".join(lines)
 
 
