@@ -6,6 +6,7 @@ README.md is made from it.
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ Width = Annotated[int, Field(ge=1, le=1 << 24)]
 # Bounds that keep products of two within 64 bits, and the sample order's epoch within 32.
 _MOST = 1 << 40
 _MOST_STEPS = 1 << 32
+_MOST_BYTES = 16 << 20  # of a file
 
 _INTERVAL = re.compile(r"(\d+(?:\.\d+)?)\s*(epoch|step|second|minute|hour)s?")
 _SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
@@ -241,7 +243,7 @@ class RunConfig(_Section):
         """
         path = Path(path)
         try:
-            document = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a mark
+            document = tomllib.loads(_read(path).decode("utf-8-sig"))  # editors on Windows write a mark
         except OSError as error:
             raise ConfigError(
                 f"configuration {path}: {error.strerror or error}; give the path of a TOML file"
@@ -256,7 +258,7 @@ class RunConfig(_Section):
         if output is not None:
             run = document.setdefault("run", {})
             if isinstance(run, dict):
-                run["output"] = absolute(output)
+                run["output"] = absolute(output) if output else ""
         return cls.parse(document, str(path))
 
     @classmethod
@@ -320,3 +322,21 @@ def _leaves(document: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for section, keys in document.items():
         for key, value in keys.items():
             yield f"{section}.{key}", value
+
+
+def _read(path: Path) -> bytes:
+    """What a file holds, or a pipe such as a shell's `<(…)`; one that nobody writes to is empty, and not waited for.
+
+    Raises OSError, and ValueError for what never ends.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        os.set_blocking(handle, True)
+        content = b""
+        while piece := os.read(handle, 1 << 20):
+            content += piece
+            if len(content) > _MOST_BYTES:
+                raise ValueError(f"longer than {_MOST_BYTES:,} bytes")
+        return content
+    finally:
+        os.close(handle)

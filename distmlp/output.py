@@ -149,7 +149,8 @@ class RunOutput:
             kind = CheckpointError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else ConfigError
             reason = describe(error, self.path)
             if error.errno in (errno.EEXIST, errno.ENOTDIR):
-                reason = f"{error.filename or self.path} is there and no directory"
+                above = next((path for path in (self.path, *self.path.parents) if os.path.lexists(path)), self.path)
+                reason = f"{above} is there and no directory"
             raise kind(f"output {self.path}: cannot be used: {reason}; see run.output") from None
 
 

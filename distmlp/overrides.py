@@ -62,7 +62,7 @@ def apply_override(document: dict[str, Any], override: str, sections: Collection
     if not isinstance(keys, dict):
         raise ConfigError(f"--set {override}: `{section}` is not a section in the configuration file")
     keys[key] = value
-    if other := _EXCLUSIVE.get((section, key)):  # the later word wins over the file's
+    if value != 0 and (other := _EXCLUSIVE.get((section, key))):  # the later word wins over the file's
         keys.pop(other, None)
 
 

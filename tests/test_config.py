@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 
 import pytest
@@ -270,3 +271,23 @@ def test_a_working_directory_that_has_gone(tmp_path, monkeypatch):
     for arguments in ({"output": "x"}, {"overrides": ["run.output=x"]}):
         with pytest.raises(ConfigError, match="relative to the working directory, which cannot be had"):
             RunConfig.load(path, **arguments)
+
+
+def test_a_configuration_that_comes_down_a_pipe_and_one_that_never_comes(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"\[model\]: this section is missing"):  # nobody writes to it
+        RunConfig.load(tmp_path / "pipe")
+    read, write = os.pipe()
+    os.write(write, b"[model]\nhidden = [3]\n[data]\ntrain = 'a.h5'\n")
+    os.close(write)
+    assert RunConfig.load(f"/dev/fd/{read}").model.hidden == (3,)
+    os.close(read)
+    with pytest.raises(ConfigError, match="longer than 16,777,216 bytes"):
+        RunConfig.load("/dev/zero")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        RunConfig.load(tmp_path)
+
+
+def test_no_output_directory_is_not_the_working_directory(tmp_path):
+    with pytest.raises(ConfigError, match=r"run\.output"):
+        RunConfig.load(written(tmp_path), output="")

@@ -129,7 +129,11 @@ def test_other_ranks_touch_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("file", "file is there and no directory; see"), ("file/run", "no directory"), ("x" * 300, "File name too long")],
+    [
+        ("file", "file is there and no directory; see"),
+        ("file/run/x", "/file is there and no directory; see"),
+        ("x" * 300, "File name too long"),
+    ],
 )
 def test_a_directory_that_cannot_be_made(tmp_path, name, words):
     (tmp_path / "file").write_text("a file")

@@ -58,6 +58,8 @@ def test_of_two_keys_that_exclude_each_other_the_set_one_wins(tmp_path):
     config = RunConfig.load(written(tmp_path), ["model.hidden=[5]", "run.steps=3"])
     assert (config.model.layers, config.model.hidden) == ((), (5,))
     assert (config.run.epochs, config.run.steps) == (0, 3)
+    config = RunConfig.load(written(tmp_path), ["run.steps=3", "run.epochs=0"])  # 0 is the word for "not given"
+    assert (config.run.epochs, config.run.steps) == (0, 3)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ The one place that prints errors, aborts MPI and chooses exit codes. Imports not
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -146,12 +147,24 @@ def _fault(error: BaseException) -> tuple[int, str]:
         return error.exit_code, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
-    if isinstance(error, MemoryError):
-        reason = f" ({error})" if str(error) else ""
-        return SystemUnfitError.exit_code, f"out of memory{reason}; use a smaller network or data.batch, or more ranks"
+    if shortage := _shortage(error):
+        return SystemUnfitError.exit_code, shortage
     import traceback
 
     return 1, "".join(traceback.format_exception(error)).rstrip()
+
+
+def _shortage(error: BaseException) -> str:
+    """What the system refused, where that is what an unexpected error says; else ""."""
+    number, text = getattr(error, "errno", None), str(error)
+    if isinstance(error, MemoryError) or number == errno.ENOMEM:
+        reason = f" ({text})" if text else ""
+        return f"out of memory{reason}; use a smaller network or data.batch, or more ranks"
+    if number in (errno.EMFILE, errno.ENFILE) or os.strerror(errno.EMFILE) in text:
+        return f"too many open files for this process or host ({text}); raise the limit: ulimit -n 4096"
+    if isinstance(error, RuntimeError) and text.startswith("can't start new thread"):
+        return "no further thread can be started; raise the limit (ulimit -u), or set data.readers = 1"
+    return ""
 
 
 def _worded(fault: tuple[int, str], where: str) -> str:

@@ -16,24 +16,22 @@ from distmlp.engine import Evaluation, Standardization, State, StepReport, layou
 from distmlp.engine.affine import Affine
 from distmlp.engine.backprop import Layers
 from distmlp.engine.device_memory import Ledger, pinned
-from distmlp.engine.device_rows import INDEX_ROWS, OwnRows, ResidentRows, StreamedRows, fits_device, raw_type
-from distmlp.engine.device_windows import WindowRows
+from distmlp.engine.device_rows import OwnRows, ResidentRows
+from distmlp.engine.fused_setup import Placed, empty_sample, make_task, place_rows
 from distmlp.engine.fused_state import DeviceState, check_capability, describe_device
-from distmlp.engine.optimizers import needs_norm, slot_names
+from distmlp.engine.lane_plan import LanePlan
 from distmlp.engine.peers import PeerSum, open_peers
 from distmlp.engine.plan import MAX_STEPS, Plan, make_plan
-from distmlp.engine.plan_task import Device, Task
+from distmlp.engine.plan_task import Device
 from distmlp.engine.reduction import Reduction, open_reduction
 from distmlp.engine.rows import RowPasses
-from distmlp.errors import DistmlpError, SystemUnfitError
+from distmlp.errors import DistmlpError
 from distmlp.network import Network
 
 if TYPE_CHECKING:
     from distmlp.comm.world import World
     from distmlp.data.feed import Feed
-    from distmlp.data.shards import Rows
 
-Placed = ResidentRows | StreamedRows | WindowRows
 NO_ROWS = (np.uint64(0),) * 5
 LAUNCH_SECONDS = 0.25  # a launch should not take longer: stop requests are looked at between launches
 
@@ -62,53 +60,36 @@ class FusedEngine:
         self._config, self._network, self._world, self._feed, self._stop = config, network, world, feed, stop
         device = Device(*describe_device())
         check_capability(device.capability, device.name)
-        self._device = device
         self._ledger = Ledger(cupy.cuda.Stream(non_blocking=True))
-        own = None if feed is None else OwnRows(feed.order, feed.streams)
-        sample = None if feed is None else _sample(feed)
-        labels = sample is not None and sample.targets.ndim == 1
-        task = Task(
-            network, own.largest_batch if own else 1, config.run.precision, config.model.loss, labels,
-            sample is not None and sample.weights is not None, slot_names(config.optimizer.name),
-            config.run.ema_decay > 0, world.size, "f4" if sample is None else raw_type(sample),
-            needs_norm(config.optimizer),
-        )  # fmt: skip
+        sample = None if feed is None else empty_sample(feed)
+        self._lanes = None
+        if feed is not None and config.run.reproducible == "ranks":
+            self._lanes = LanePlan(feed.order.streams, world.size, world.rank)
+        task = make_task(config, network, feed.order if feed else None, sample, self._lanes, world.size)
         self.plan: Plan = make_plan(task, device, kernel)
         self.precision: str = config.run.precision if device.has_tensor_cores else "fp32"
         self._state = DeviceState(config, self.plan, standardization, self._ledger, poison)
-        self._own = own
-        self._rows = (
-            None
-            if feed is None or own is None or sample is None
-            else self._place_rows(feed, own, sample, Affine(standardization.targets, np.float32))
-        )
+        if self._lanes:
+            self._state.use_lanes(self._lanes)
+        self._own: OwnRows | None = None
+        self._rows: Placed | None = None
+        if feed is not None and sample is not None:
+            self._own, targets = OwnRows(feed.order, feed.streams), Affine(standardization.targets, np.float32)
+            self._rows = place_rows(
+                config.data.residence, feed, self._own, sample, targets, network, device, self._ledger
+            )  # fmt: skip
         self._reduction: Reduction | None = None
         self._peers: PeerSum | None = None
         self._uneven = False  # ranks may have to take different numbers of steps a launch
         self._seconds = 0.0  # a step of the last launch
         self._before = pinned(layout.STEP_RESULT.itemsize).view(layout.STEP_RESULT)  # what came of the step before
+        if self._lanes and world.size == 1:
+            self._reduction, _ = open_reduction("none", self._state, world)
         self._passes = _DevicePasses(self._state, config, network, standardization)
         self._launch_steps = 16
         self.reason = f"GPU {device.name}, {self.plan.kernel} kernel, {self.precision} products"
         if self._rows is not None:
             self.reason += f", {self._rows.about}"
-
-    def _place_rows(self, feed: Feed, own: OwnRows, sample: Rows, targets: Affine) -> Placed:
-        wanted = self._config.data.residence
-        needed = ResidentRows.bytes_needed(feed, own, self._network.outputs)
-        fits = own.count < INDEX_ROWS and fits_device(needed)
-        if wanted == "device" and not fits:
-            raise SystemUnfitError(
-                f'data.residence = "device": this rank\'s rows need {needed:,} bytes, and GPU {self._device.name} has '
-                f'{cupy.cuda.runtime.memGetInfo()[0]:,} free; use "auto", "host" or "stream"'
-            )
-        if wanted in ("auto", "device") and fits:
-            return ResidentRows(feed, targets, own, self._ledger, self._device.capability)
-        if hasattr(feed, "windows"):
-            on_host, on_device = WindowRows.bytes_needed(feed, own, self._network.outputs)
-            if feed.fits_memory(on_host) and fits_device(on_device):
-                return WindowRows(feed, targets, own, self._ledger, self._device.capability)
-        return StreamedRows(feed, sample, targets, own, self._ledger)
 
     def connect(self, transport: str) -> str:
         """Join the ranks' gradients by `transport` (not "none"); a few words on how. Collective, before `train`.
@@ -164,7 +145,7 @@ class FusedEngine:
 
     def _steps_at_once(self, rows: Placed, epoch: int, first: int, left: int) -> int:
         if self._reduction:
-            return MAX_STEPS
+            return MAX_STEPS // (self._lanes.most if self._lanes else 1)
         count = rows.steps_at_once(epoch, first, min(left, self._launch_steps, MAX_STEPS))
         return min(self._world.all_gather(count)) if self._uneven else count
 
@@ -200,6 +181,7 @@ class FusedEngine:
         self._state.train_steps(arguments, 0, len(rates), False)
         if fault is None:
             rows.launched()
+            rows.meanwhile()
         with world.inside("all_reduce"):
             results = self._results(len(rates))
         stop, failed, seconds = peers.outcome()
@@ -217,6 +199,7 @@ class FusedEngine:
         """
         reduction, world = self._reduction, self._world
         assert reduction is not None
+        each = self._lanes.count if self._lanes else 1  # entries of the step table
         ahead = isinstance(rows, ResidentRows)  # reading cannot fail: one upload for all steps
         if ahead:
             place, firsts = rows.prepare(epoch, range(first, first + len(rates)))
@@ -228,12 +211,12 @@ class FusedEngine:
                 if not ahead:
                     place, firsts = rows.prepare(epoch, range(number, number + 1))
                     self._put_steps(number, rates[done : done + 1], firsts, done)
-                self._state.train_steps(place.arguments, done, done + 1, done > 0)
+                self._state.train_steps(place.arguments, done * each, (done + 1) * each, done > 0)
                 rows.launched()
             except DistmlpError as error:
                 fault = error
             if done:  # there once the sums are: looking before them would leave ranks behind that failed just now
-                before = self._state.arena.address("results") + (done - 1) * layout.STEP_RESULT.itemsize
+                before = self._state.arena.address("results") + (done * each - 1) * layout.STEP_RESULT.itemsize
                 self._ledger.start_download(before, self._before)
             reduction.reduce(self._stop(), fault is not None)
             if reduction.tally[tally.FAILED]:
@@ -244,21 +227,26 @@ class FusedEngine:
             if reduction.tally[tally.STOP]:
                 break
         stopped = bool(reduction.tally[tally.STOP])
-        self._state.train_steps(NO_ROWS, done, done, True)
+        self._state.train_steps(NO_ROWS, done * each, done * each, True)
         return self._results(done), stopped
 
     def _put_steps(self, first: int, rates: NDArray, firsts: NDArray, at: int = 0, own: bool = True) -> None:
         """Rates and row ranges of batches `first`, … to the step table from entry `at` on; no rows unless `own`."""
         assert self._own is not None
-        table = np.zeros(len(rates), layout.STEP_INFO)
-        table["rate"], table["first"] = rates, firsts
-        table["rows"] = np.diff(self._own.bounds(first, len(rates))) if own else 0
-        self._ledger.upload(self._state.arena.address("steps") + at * layout.STEP_INFO.itemsize, table)
+        bounds, each = self._own.bounds(first, len(rates)), 1
+        counts = np.diff(bounds)
+        if self._lanes:
+            firsts, counts = self._lanes.split(bounds, firsts)
+            each = self._lanes.count
+        table = np.zeros(len(counts), layout.STEP_INFO)
+        table["rate"], table["first"], table["rows"] = np.repeat(rates, each), firsts, counts if own else 0
+        self._ledger.upload(self._state.arena.address("steps") + at * each * layout.STEP_INFO.itemsize, table)
 
     def _results(self, count: int) -> NDArray:
-        results = np.empty(count, layout.STEP_RESULT)
+        each = self._lanes.count if self._lanes else 1  # the last entry of a step is that of the update
+        results = np.empty(count * each, layout.STEP_RESULT)
         self._ledger.download(self._state.arena.address("results"), results)
-        return results
+        return results[each - 1 :: each]
 
     def predict(self, inputs: NDArray) -> NDArray:
         return self._passes.predict([], inputs)
@@ -294,12 +282,6 @@ class _DevicePasses(RowPasses):
 
     def _forward(self, layers: Layers, inputs: NDArray) -> NDArray:
         return self._state.forward(np.ascontiguousarray(inputs, np.float32), self._source)
-
-
-def _sample(feed: Feed) -> Rows:
-    """No rows, but of the types that all have."""
-    shards = getattr(feed, "shards", None)
-    return feed.resident().map(lambda array: array[:0]) if shards is None else shards.empty(0)
 
 
 def _fill(report: StepReport, results: NDArray) -> None:

@@ -12,10 +12,12 @@ from distmlp.config import RunConfig
 from distmlp.engine import Standardization, State, layout
 from distmlp.engine import compile as compiler
 from distmlp.engine.device_memory import Arena, Ledger
+from distmlp.engine.lane_plan import LanePlan
 from distmlp.engine.module import Kernel, Module
 from distmlp.engine.optimizers import slot_names
 from distmlp.engine.plan import SLOT_BUFFERS, THREADS, Plan
 from distmlp.engine.plan_task import SpecialPlan
+from distmlp.engine.tally import TALLY
 from distmlp.errors import SystemUnfitError
 
 
@@ -44,6 +46,7 @@ class DeviceState:
         self._slots = {name: SLOT_BUFFERS[name] for name in slot_names(config.optimizer.name)}
         for module in self._modules:
             module.write_constant("ENGINE", self._constants)
+        self.reduced = "gradient", self.network.size + TALLY  # the buffer that ranks sum, and its elements
         self._packed_from = ""  # the flat buffer whose weights the copies hold
 
     def _special_kernel(self, special: SpecialPlan) -> Kernel:
@@ -71,6 +74,14 @@ class DeviceState:
             module.write_constant("ENGINE", self._constants)
             module.write_constant("PEERS", peers)
         return self._module.kernel("sum_gradients", self.plan.blocks, THREADS, grid_wide=True)
+
+    def use_lanes(self, lanes: LanePlan) -> None:
+        """From now on a step of the table is one stream's rows, and the message of the streams is what ranks reduce."""
+        self._constants["lanes"], self._constants["lane_sums"] = map(self.arena.address, ("lanes", "lane_sums"))
+        self._constants["lane_stride"], self._constants["lane_nodes"] = lanes.count, lanes.nodes
+        self.ledger.upload(self.arena.address("lanes"), lanes.table)
+        self._module.write_constant("ENGINE", self._constants)
+        self.reduced = "lane_sums", lanes.nodes * (self.network.size + TALLY) + TALLY
 
     def _check_sizes(self) -> None:
         sizes = tuple(int(s) for s in self._module.read_constant("SIZES", 4))
@@ -203,6 +214,7 @@ def specialisations(config: RunConfig, plan: Plan) -> list[tuple[str, dict[str, 
         "LABELS": str(int(plan.task.labels)),
         "OPTIMIZER": config.optimizer.name.upper(),
         "SEVERAL_RANKS": str(int(plan.task.ranks > 1)),
+        **({"LANES": "1"} if plan.task.lane_rows else {}),
     }
     raw = plan.task.raw_type
     wide = {

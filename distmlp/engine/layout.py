@@ -57,6 +57,7 @@ ENGINE = _structure(
         "clip_norm", "huber_delta", "weight_decay", "momentum", "epsilon", "ema_decay",
     )),
     ("beta1", "f8"), ("beta2", "f8"), ("rho", "f8"),
+    ("lanes", POINTER), ("lane_sums", POINTER), ("lane_stride", "i4"), ("lane_nodes", "i4"),
     ("layer", LAYER, MAX_LAYERS),
 )  # fmt: skip
 

@@ -145,6 +145,8 @@ def make_plan(task: Task, device: Device, kernel: str = "auto") -> Plan:
 
 def choose_special(task: Task, device: Device, kernel: str = "auto") -> SpecialPlan | None:
     """The special kernel's plan for `task`, see `make_plan`."""
+    if task.lane_rows:
+        return None
     for name, planner in PLANNERS.items():
         if kernel in ("auto", name) and (special := planner(task, device)) is not None:
             return special
@@ -196,6 +198,9 @@ def _buffers(plan: Plan) -> list[Buffer]:
         buffers.append(Buffer("partial_tiles", plan.gradient_tasks * plan.gradient_tile.m * plan.gradient_tile.n * 4))
     if softmax:
         buffers.append(Buffer("logits", plan.rows * outputs * 4))
+    if task.lane_rows:
+        buffers.append(Buffer("lane_sums", task.lane_rows * (flat + TALLY * 4) + TALLY * 4, zeroed=True))
+        buffers.append(Buffer("lanes", (MAX_STEPS + task.lane_rows) * 16))
     if plan.special:
         buffers += plan.special.buffers()
     for parity in range(2):

@@ -108,7 +108,7 @@ def plan_narrow(task: Task, device: Device) -> NarrowPlan | None:
     """The launch for `task`, or None where the network does not fit or the products are not bfloat16."""
     widths, activations = task.network.widths, task.network.activations
     rows, multiprocessors = max(1, task.rows), device.multiprocessors
-    if task.precision != "bf16" or not device.has_tensor_cores or task.ranks > 1 or max(widths) > MAX_WIDTH:
+    if task.precision != "bf16" or not device.has_tensor_cores or max(widths) > MAX_WIDTH:
         return None
     for chains in (2, 1) if rows > 64 * multiprocessors else (1, 2):  # a small batch spreads over more blocks
         shared = _shared_bytes(widths, chains, groups=2)

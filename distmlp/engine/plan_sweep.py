@@ -72,7 +72,7 @@ def plan_sweep(task: Task, device: Device) -> SweepPlan | None:
     widths, multiprocessors = task.network.widths, device.multiprocessors
     tiles_in_all = -(-max(1, task.rows) // TILE_ROWS)
     tiles = -(-tiles_in_all // multiprocessors)
-    if task.precision != "bf16" or device.capability != 90 or task.ranks > 1 or max(widths) > MAX_WIDTH:
+    if task.precision != "bf16" or device.capability != 90 or max(widths) > MAX_WIDTH:
         return None
     if not MIN_TILES <= tiles <= MAX_TILES:
         return None

@@ -30,7 +30,7 @@ class Reduction:
 
     def __init__(self, state: DeviceState, summation: Sum) -> None:
         self._state, self._sum = state, summation
-        self._count = state.network.size + TALLY
+        self._buffer, self._count = state.reduced
         self.tally = pinned(TALLY * 4).view(np.float32)
         self._votes = np.zeros(TALLY, np.float32)
 
@@ -44,12 +44,12 @@ class Reduction:
         `stop`: this rank asks to stop. `failed`: it could not compute its part and adds nothing.
         """
         state = self._state
-        address = state.arena.address("gradient")
+        address = state.arena.address(self._buffer)
         if failed:
-            state.arena.zero("gradient", state.ledger.stream)
+            state.arena.zero(self._buffer, state.ledger.stream)
         if stop or failed:  # the kernel left zeros in these two places of the tally
             self._votes[:2] = stop, failed
-            place = address + (state.network.size + slot.STOP) * 4
+            place = address + (self._count - TALLY + slot.STOP) * 4
             state.ledger.upload(place, self._votes[: slot.FAILED - slot.STOP + 1])
         self._sum.run(address, self._count)
         self._sum.tail(address, self._count, self.tally)
@@ -60,6 +60,24 @@ class Reduction:
         self.tally = self.tally.copy()
 
 
+class AloneSum:
+    """Of one rank, which has nobody to add."""
+
+    name = "none"
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu, self.seconds = gpu, 0.0
+
+    def run(self, address: int, count: int) -> None:
+        """Leave everything as it is."""
+
+    def tail(self, address: int, count: int, tail: NDArray) -> None:
+        self._gpu.download(address + (count - tail.size) * 4, tail)
+
+    def close(self) -> None:
+        self._gpu.release()
+
+
 def open_reduction(transport: str, state: DeviceState, world: World) -> tuple[Reduction, str]:
     """The reduction by `transport`, and a few words on it. Collective.
 
@@ -67,18 +85,21 @@ def open_reduction(transport: str, state: DeviceState, world: World) -> tuple[Re
     """
     gpu, note = Gpu(state.ledger), ""
     summation: Sum
-    if transport == "nccl":
+    if world.size == 1:
+        summation = AloneSum(gpu)
+    elif transport == "nccl":
         summation = NcclSum(gpu, world, state.ledger)
     elif transport == "mpi":
         summation, note = _fastest_by_mpi(state, gpu, world)
     else:
-        summation = world.agree(lambda: StagedSum(gpu, world, _host(state.network.size + TALLY)), "staged")
+        summation = world.agree(lambda: StagedSum(gpu, world, _host(state.reduced[1])), "staged")
     return Reduction(state, summation), note
 
 
 def _fastest_by_mpi(state: DeviceState, gpu: Gpu, world: World) -> tuple[Sum, str]:
     """The library's Allreduce or our own exchange, whichever is faster at this size and right."""
-    address, count = state.arena.address("gradient"), state.network.size + TALLY
+    buffer, count = state.reduced
+    address = state.arena.address(buffer)
     sums: list[Sum] = [LibrarySum(gpu, world)]
     own = world.agree(lambda: _own_exchange(state, world, address, count))
     obstacles = [text for text in world.all_gather("" if isinstance(own, ExchangeSum) else own) if text]

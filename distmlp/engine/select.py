@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distmlp.comm.binding import bind, table
@@ -60,6 +61,8 @@ def _open_fused(arguments: tuple) -> tuple[FusedEngine, str]:
     wanted = config.run.transport
     if joined:
         facts = transports.find_facts(wanted, world, binding.shared)
+        if config.run.reproducible == "ranks":
+            facts = replace(facts, peer="run.reproducible = ranks adds up streams between launches")
         choice = world.agree(lambda: choose_transport(wanted, facts), "run.transport")
     engine = world.agree(lambda: _fused(arguments, binding.ordinal), "fused engine")
     engine.devices = [
@@ -103,8 +106,6 @@ def _obstacle(config: RunConfig, world: World) -> str:
 
 
 def _obstacle_here(config: RunConfig) -> str:
-    if config.run.reproducible == "ranks":
-        return "run.reproducible = ranks is offered by the reference engine only"
     try:
         from distmlp.engine.device import find_obstacle
     except ImportError as error:

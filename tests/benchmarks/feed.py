@@ -220,10 +220,10 @@ def training(pattern: str, layers: list[int], readers: int) -> dict[str, Any]:
 def limited(pattern: str, layers: list[int], readers: int) -> dict[str, Any]:
     """A run told of less memory than its data takes, in this process: what it holds after one epoch and after five."""
     from distmlp.data import feed as feeds
-    from distmlp.engine import fused
+    from distmlp.engine import fused_setup
 
     feeds.available_bytes = lambda: BUDGET  # type: ignore[assignment]
-    fused.fits_device = lambda needed: needed <= BUDGET
+    fused_setup.fits_device = lambda needed: needed <= BUDGET
     before = resident_bytes()
     engine = open_fused(pattern, layers, "auto", readers)
     held = []

@@ -107,6 +107,31 @@ def test_sum_is_that_of_all_ranks(count, which, monkeypatch):
     each.close()
 
 
+class Blocking:
+    """A communicator without non-blocking calls, which crash on device memory in common builds (FIELD-CASES B09)."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.used = inner, set()
+
+    def __getattr__(self, name: str) -> Any:
+        assert not (name[0] in "Ii" and name[1:] and hasattr(self.inner, name[1:].capitalize())), name
+        self.used.add(name)
+        return getattr(self.inner, name)
+
+
+@pytest.mark.mpi(minsize=2)
+@pytest.mark.parametrize("which", [0, 1], ids=["library", "exchange"])
+def test_only_blocking_calls_see_device_memory(which):
+    device = HostDevice()
+    each = sums(device, 10)[which]
+    each._communicator = communicator = Blocking(each._communicator)
+    each.run(device.buffer(np.ones(10)), 10)
+    assert communicator.used == {("Allreduce", "Sendrecv")[which]}
+    with pytest.raises(AssertionError):
+        communicator.Iallreduce  # noqa: B018
+    each.close()
+
+
 class Broken:
     """An all-reduce that goes wrong on rank 1: a share `error` is added there; without one it is refused."""
 

@@ -28,6 +28,7 @@ def main():
     if how == "bug" and world.rank in who: raise RuntimeError("a bug")
     if how == "stopped": raise StoppedError("saved")
     if how == "code": return 5
+    if how == "files" and world.rank in who: raise OSError(24, "Too many open files", "x.py")
     if how == "interrupt" and world.rank in who: raise KeyboardInterrupt
     world.barrier()
     print("all well")
@@ -52,6 +53,10 @@ ALL = "0,1,2"
         ("stopped", ALL, 75, "distmlp: saved\n"),
         pytest.param("usage", ALL, 2, "usage: ...\n", marks=pytest.mark.full),
         ("code", ALL, 5, ""),
+        ("files", "1", 4, "distmlp: error: too many open files for this process or host"),
+        pytest.param(
+            "library", ALL, 4, "too many open files for this process or host (libx.so", marks=pytest.mark.full
+        ),
         ("interrupt", "1", 130, "distmlp: error: interrupted [rank 1"),
     ],
 )
@@ -62,6 +67,22 @@ def test_faults_are_told_once_with_their_code(how, who, code, message):
     assert done.stderr.count("distmlp: ") == message.startswith("distmlp")
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("MemoryError()", "out of memory; use a smaller"),
+        ("OSError(12, 'Cannot allocate memory')", "out of memory ([Errno 12] Cannot allocate memory); use"),
+        ("ImportError('libx.so: cannot open shared object file: Too many open files')", "too many open files"),
+        ('RuntimeError("can\'t start new thread")', "no further thread can be started; raise the limit (ulimit -u)"),
+    ],
+)
+def test_what_the_system_refuses_is_no_bug(error, message):
+    program = f"from distmlp.comm.policy import guarded\ndef main(): raise {error}\nguarded(main)"
+    done = run_python(0, program, timeout=20)
+    assert (done.returncode, done.stderr.splitlines()[1:]) == (4, [])
+    assert done.stderr.startswith(f"distmlp: error: {message}")
 
 
 @pytest.mark.parametrize(

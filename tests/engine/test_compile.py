@@ -44,7 +44,9 @@ FAMILIES = {
     "bf16 resident": ((100, 1000, 1000, 1000, 2), 32, "bf16", {}, "adam"),
     "bf16 narrow": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
     "bf16 sweep": ((32, 128, 128, 128, 128, 16), 65536, "bf16", {}, "adam"),
+    "bf16 narrow, several ranks": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
     "tf32 several ranks": ((100, 500, 10), 32, "tf32", {}, "momentum"),
+    "fp32 ranks, reproducible": ((100, 500, 10), 32, "fp32", {}, "sgd"),
 }
 
 
@@ -57,7 +59,7 @@ def specialisations(family: str, capability: int) -> list[tuple[str, dict[str, s
     task = Task(
         make_network(config), rows, precision, config.model.loss, labels, False, slot_names(optimizer), False,
         2 if "ranks" in family else 1,
-        needs_norm=needs_norm(config.optimizer),
+        needs_norm=needs_norm(config.optimizer), lane_rows=9 if "reproducible" in family else 0,
     )  # fmt: skip
     return of_plan(config, make_plan(task, DEVICES[capability]))
 

@@ -23,9 +23,9 @@ FITTING = [
 ]
 
 
-def plan(widths: tuple[int, ...], rows: int, device: Device = H200) -> NarrowPlan | None:
+def plan(widths: tuple[int, ...], rows: int, device: Device = H200, ranks: int = 1) -> NarrowPlan | None:
     network = Network.build(widths, "relu", "identity")
-    return plan_narrow(Task(network, rows, "bf16", "mse", False, False, (), False, 1), device)
+    return plan_narrow(Task(network, rows, "bf16", "mse", False, False, (), False, ranks), device)
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=["H200", "A100"])
@@ -81,3 +81,10 @@ def test_macros_are_what_the_kernel_reads() -> None:
     assert macros["WIDTHS"] == "32,64,16"
     assert macros["ACTIVATIONS"] == "RELU,IDENTITY"
     assert macros["NARROW_ITEMS"].count("{") == len(found.items)
+
+
+def test_several_ranks_go_through_the_flat_gradient() -> None:
+    alone, joined = (plan(FITTING[0], 1000, ranks=ranks) for ranks in (1, 2))
+    assert alone is not None
+    assert joined is not None
+    assert (alone.direct, joined.direct) == (True, False)

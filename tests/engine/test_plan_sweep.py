@@ -16,9 +16,9 @@ A100 = Device("A100", 80, 108, 166912, 1 << 36)
 DEEP = (32, 128, 128, 128, 128, 16)
 
 
-def plan(widths: tuple[int, ...], rows: int, device: Device = H200) -> SweepPlan | None:
+def plan(widths: tuple[int, ...], rows: int, device: Device = H200, ranks: int = 1) -> SweepPlan | None:
     network = Network.build(widths, "relu", "identity")
-    return plan_sweep(Task(network, rows, "bf16", "mse", False, False, (), False, 1), device)
+    return plan_sweep(Task(network, rows, "bf16", "mse", False, False, (), False, ranks), device)
 
 
 @pytest.mark.parametrize("rows", [8449, 20_000, 65_536, 132 * TILE_ROWS * MAX_TILES])
@@ -45,3 +45,10 @@ def test_macros_are_what_the_kernel_reads() -> None:
     macros = found.macros()
     assert (macros["WIDTHS"], macros["ACTIVATIONS"], macros["SWEEP_TILES"]) == ("32,100,16", "RELU,IDENTITY", "8")
     assert macros["NARROW_ITEMS"] == "{0,0,1,0,0},{0,1,1,0,0},{1,0,1,0,0}"
+
+
+def test_several_ranks_go_through_the_flat_gradient() -> None:
+    alone, joined = (plan(DEEP, 20_000, ranks=ranks) for ranks in (1, 2))
+    assert alone is not None
+    assert joined is not None
+    assert (alone.direct, joined.direct) == (True, False)

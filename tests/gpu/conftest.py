@@ -68,6 +68,7 @@ def kernels(cases: list) -> list[tuple]:
 
     from distmlp.engine.device_rows import OwnRows
     from distmlp.engine.fused_state import describe_device, specialisations
+    from distmlp.engine.lane_plan import LanePlan
     from distmlp.engine.optimizers import needs_norm, slot_names
     from distmlp.engine.plan import make_plan
     from distmlp.engine.plan_task import Device, Task
@@ -75,11 +76,15 @@ def kernels(cases: list) -> list[tuple]:
 
     device, jobs = Device(*describe_device()), {}
     for case, ranks in dict.fromkeys(cases):
-        config = case.config
+        config, lanes = case.config, None
         largest = OwnRows(case.order, owned_streams(4, ranks, 0)).largest_batch
+        if config.run.reproducible == "ranks":
+            lanes = LanePlan(4, ranks, 0)
+            largest = -(-min(case.batch, case.rows) // 4)
         task = Task(
             make_network(config), largest, case.precision, case.loss, case.labels, case.weights,
-            slot_names(case.optimizer), False, ranks, case.dtype, needs_norm(config.optimizer),
+            slot_names(case.optimizer), False, 2 if lanes else ranks, case.dtype, needs_norm(config.optimizer),
+            lanes.rows if lanes else 0,
         )  # fmt: skip
         for source, macros in specialisations(config, make_plan(task, device, case.kernel)):
             jobs[source, *sorted(macros.items())] = (source, macros, device.capability)

@@ -26,7 +26,11 @@ RANKED = Case(
     optimizer="adam", widths=(20, 60, 50, 4), batch=100, batches=10, extra=1, weights=True,
     run={"stall_timeout": "20 seconds"},
 )  # fmt: skip
-CASES = [RANKED, RANKED.but(precision="bf16")]
+NARROW = RANKED.but(
+    precision="bf16", kernel="narrow", widths=(32, 64, 64, 16), batch=600, batches=3, activation="gelu"
+)  # fmt: skip
+SWEEP = NARROW.but(kernel="sweep", widths=(32, 128, 128, 16), batch=18_000, batches=2)
+CASES = [RANKED, RANKED.but(precision="bf16"), NARROW, SWEEP]
 CASES_OF_RANKS = [(case, 2) for case in CASES]
 GPUS = len(list_gpus())
 TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
@@ -64,7 +68,7 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return found
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=["fp32", "bf16"])
+@pytest.mark.parametrize("number", range(len(CASES)), ids=["fp32", "bf16", "narrow", "sweep"])
 def test_trains_like_one_rank_with_the_same_bits_on_both(report, number):
     found, limit = report["training"][number], LIMITS[CASES[number].precision]
     assert found["steps_with_differing_ranks"] == []

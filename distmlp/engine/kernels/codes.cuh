@@ -34,6 +34,9 @@ enum RawType { RAW_U8, RAW_I8, RAW_U16, RAW_I16, RAW_U32, RAW_I32, RAW_U64, RAW_
 #ifndef SEVERAL_RANKS  // their gradients may be summed inside the kernel
 #define SEVERAL_RANKS 0
 #endif
+#ifndef LANES  // every step is one stream's rows: reproducible = "ranks"
+#define LANES 0
+#endif
 #ifndef RAW_TYPE  // of the training inputs
 #define RAW_TYPE RAW_F32
 #endif

@@ -93,6 +93,11 @@ __device__ __forceinline__ i64 raw_row(const Raw& raw, i64 position) {
     return raw.index ? (i64)raw.index[position] : position;
 }
 
+// Row r of those that begin at position `first`.
+__device__ __forceinline__ i64 raw_row(const Raw& raw, i64 first, int r) {
+    return raw_row(raw, first + (LANES ? (i64)r * ENGINE.lane_stride : r));
+}
+
 // `rows` rows from position `first` on into `batch`, by all warps of the grid. Writes every element of those rows,
 // padding included. `largest`, if not null, collects the inputs' magnitude.
 template <int TYPE>
@@ -103,7 +108,7 @@ __device__ __noinline__ void gather_rows(const Raw& raw, i64 first, int rows, co
     // 32 bits count the units of any batch that fits a device.
     for (u32 unit = blockIdx.x + gridDim.x * (threadIdx.x >> 5); unit < rows * pieces; unit += warps) {
         const int r = unit / pieces, from = unit % pieces * GATHER_COLUMNS;
-        const i64 row = raw_row(raw, first + r);
+        const i64 row = raw_row(raw, first, r);
         const u32 found = gather_any<TYPE>(
             raw.inputs, row, batch.inputs + (i64)r * bottom.ld_in, from, min(bottom.ld_in, from + GATHER_COLUMNS),
             bottom.fan_in);

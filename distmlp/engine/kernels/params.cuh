@@ -61,6 +61,10 @@ struct StepResult {  // device to host, one a step
     int status;
 };
 
+struct Lane {  // where a stream's sums, or a row of the message, go: see lanes.cuh
+    int place, level, merges, padding;
+};
+
 struct Raw {  // rows as they were read
     const void* inputs;    // (any, features), of type `raw_type`
     const float* targets;  // (any, outputs)
@@ -93,6 +97,10 @@ struct Engine {
     float clip_norm, huber_delta;
     float weight_decay, momentum, epsilon, ema_decay;
     double beta1, beta2, rho;
+    const Lane* lanes;  // of every own stream, then of every row of the message
+    float* lane_sums;   // the message, votes behind it, the stack
+    int lane_stride;    // own streams: so far apart are the rows of one
+    int lane_nodes;     // rows of the message
     Layer layer[MAX_LAYERS];
 };
 

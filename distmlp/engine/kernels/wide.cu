@@ -10,6 +10,7 @@
 #define LAYER(l) near_layers[l]
 #include "params.cuh"
 __shared__ Layer near_layers[MAX_LAYERS];  // what every phase begins with: constants fall out of their cache between
+#include "lanes.cuh"
 #include "wide_gradients.cuh"
 
 #ifndef MIN_BLOCKS  // per multiprocessor
@@ -75,6 +76,9 @@ __device__ __forceinline__ void train_step(
         gather_rows<RAW_TYPE>(raw, following.first, following.rows, ENGINE.batches[s + 1 & 1], &next.output[0]);
     }
     barrier.wait();
+#if LANES
+    keep_lane(s % ENGINE.lane_stride);  // who writes the gradient next waits for barriers before
+#endif
     if (!direct && !ENGINE.deferred) {
         apply_gradient(s, barrier, progress);
         barrier.wait();
@@ -91,6 +95,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) train_steps(
     load_layers();
     Progress progress = {control.step, control.skipped, control.frozen != 0};
 
+#if LANES
+    finish_lanes(apply_first);
+    barrier.wait();
+#endif
     if (apply_first && !progress.frozen) apply_gradient(begin - 1, barrier, progress);
     if (begin < end)
         gather_rows<RAW_TYPE>(

@@ -20,7 +20,7 @@ __device__ __forceinline__ float softmax_error(
     Element* error = layer.error + (i64)r * layer.ld_out;
     const float loss = softmax_row(
         logits, layer.fan_out, LABELS ? batch.labels[r] : 0,
-        LABELS ? nullptr : raw.targets + raw_row(raw, info.first + r) * layer.fan_out, [&](int c, float slope) {
+        LABELS ? nullptr : raw.targets + raw_row(raw, info.first, r) * layer.fan_out, [&](int c, float slope) {
             largest = max(largest, magnitude_bits(weight * slope));
             error[c] = to_element(weight * slope);
             keep(c, weight * slope);
@@ -69,7 +69,7 @@ __device__ PHASE void forward_output(const Raw& raw, const StepInfo& info, const
             Output::for_each_row(tile, [&](int, const float4& v) { add_to(sum, v); });
         } else {
             for (int r = threadIdx.x; r < OUTPUT_M && m0 + r < info.rows; r += THREADS)
-                raw_rows[r] = raw_row(raw, info.first + m0 + r);
+                raw_rows[r] = raw_row(raw, info.first, m0 + r);
             __syncthreads();
             Output::for_each_row<ForwardOutput::PARTS == 1 ? 8 : 4>(
                 tile, [&](int r) { return load_wanted(layer, columns, raw, raw_rows[r], batch, info.rows, m0 + r); },
