@@ -215,6 +215,7 @@ def specialisations(config: RunConfig, plan: Plan) -> list[tuple[str, dict[str, 
         "OPTIMIZER": config.optimizer.name.upper(),
         "SEVERAL_RANKS": str(int(plan.task.ranks > 1)),
         **({"LANES": "1"} if plan.task.lane_rows else {}),
+        "EMA": str(int(plan.task.ema)),
     }
     raw = plan.task.raw_type
     wide = {
@@ -223,6 +224,7 @@ def specialisations(config: RunConfig, plan: Plan) -> list[tuple[str, dict[str, 
         **plan.tile.macros("TILE"),
         **plan.output_tile.macros("OUTPUT"),
         **plan.gradient_tile.macros("GRADIENT"),
+        **(plan.head.macros() if plan.head else {}),
     }
     parts = [("wide.cu", {**macros, **wide})]
     if plan.special is not None:
