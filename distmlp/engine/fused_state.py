@@ -16,6 +16,7 @@ from distmlp.engine.module import Kernel, Module
 from distmlp.engine.optimizers import slot_names
 from distmlp.engine.plan import SLOT_BUFFERS, THREADS, Plan
 from distmlp.engine.plan_task import SpecialPlan
+from distmlp.engine.tensor_maps import tensor_maps
 from distmlp.errors import SystemUnfitError
 
 
@@ -75,6 +76,7 @@ class DeviceState:
         ):  # fmt: skip
             structure[name] = address(name)
         structure["size"] = self.network.size
+        structure["maps"] = self._put_maps() if plan.tensor_copies else 0
         if standardization.inputs is not None:
             self._put_columns(structure, "input", *standardization.inputs, address("columns"))
         for parity in range(2):
@@ -101,6 +103,17 @@ class DeviceState:
                 entry[name] = getattr(sizes, name)
             entry["activation"] = layout.ACTIVATIONS.index(layer.activation)
         return structure
+
+    def _put_maps(self) -> int:
+        """Maps of the matrices to the device, in the order of `layer_map` in params.cuh; their address."""
+        plan, address = self.plan, self.arena.address
+        matrices = [(address(f"inputs{parity}"), plan.rows, plan.layers[0].ld_in) for parity in range(2)]
+        for layer, sizes in zip(self.network.layers, plan.layers, strict=True):
+            for name, rows in (("weight", layer.fan_in), ("output", plan.rows), ("error", plan.rows)):
+                whole = f"{name}{layer.index}"
+                matrices.append((address(whole if self.arena.has(whole) else f"error{layer.index}"), rows, sizes.ld_out))
+        self.ledger.upload(address("maps"), tensor_maps(matrices))
+        return address("maps")
 
     def _put_columns(self, structure: NDArray, side: str, mean: NDArray, deviation: NDArray, at: int) -> None:
         """Mean in two floats and reciprocal deviation to the device, from `at` on."""
@@ -191,6 +204,7 @@ def specialisations(config: RunConfig, plan: Plan) -> list[tuple[str, dict[str, 
         "LOSS": config.model.loss.upper(),
         "LABELS": str(int(plan.task.labels)),
         "OPTIMIZER": config.optimizer.name.upper(),
+        "EMA": str(int(plan.task.ema)),
     }
     raw = plan.task.raw_type
     wide = {
@@ -199,6 +213,7 @@ def specialisations(config: RunConfig, plan: Plan) -> list[tuple[str, dict[str, 
         **plan.tile.macros("TILE"),
         **plan.output_tile.macros("OUTPUT"),
         **plan.gradient_tile.macros("GRADIENT"),
+        **(plan.head.macros() if plan.head else {}),
     }
     parts = [("wide.cu", {**macros, **wide})]
     if plan.special is not None:

@@ -46,7 +46,7 @@ ENGINE = _structure(
         "partial_tiles", "tile_arrivals", "logits", "loss_partials", "norm_partials",
         "input_mean_high", "input_mean_low", "input_factor", "target_mean_high", "target_mean_low", "target_factor",
     )),
-    ("batches", BATCH, 2),
+    ("maps", POINTER), ("batches", BATCH, 2),
     *((name, POINTER) for name in ("control", "steps", "results")),
     *((name, "i4") for name in (
         "layers", "gradient_tasks", "gradient_tiles", "raw_type", "stop_on_nonfinite", "needs_norm", "deferred",

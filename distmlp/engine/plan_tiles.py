@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from distmlp.engine.plan_task import aligned
+
 PRODUCTS = ("FMA", "TF32", "BF16")
 
 
@@ -23,12 +25,23 @@ class TileShape:
         warps = "warpgroups" if self.warpgroups else f"{'x'.join(map(str, self.warps))} warps"
         return f"{self.m}x{self.n}x{self.k} ({warps}, {self.stages} stages)"
 
+    def across(self, columns: int) -> int:
+        """Tiles of a row of them, an even number where two blocks share operands."""
+        tiles = -(-columns // self.n)
+        return aligned(tiles, 2) if self.warpgroups else tiles
+
+    def tall(self, rows: int) -> int:
+        """Tiles of a column of them in weight gradients, likewise."""
+        tiles = -(-rows // self.m)
+        return aligned(tiles, 2) if self.warpgroups else tiles
+
     def shared_bytes(self, product: str) -> int:
         """What a block needs for the worst of the three products (forward, backward, weight gradient)."""
         element = 2 if product == "BF16" else 4
-        results = self.m * (min(self.n, 128) + 8) * 4
+        part = 128 if self.n > 192 else self.n  # columns finished at a time
+        results = max(self.m * (part + 8), self.m * self.n * (self.warps[2] - 1)) * 4
         if self.warpgroups:
-            pipe = self.stages * (self.m + self.n) * self.k * element + 1024
+            pipe = self.stages * (self.m + aligned(self.n, 64)) * self.k * element + 1024
             return pipe + results if self.n <= 128 else max(pipe, results)
         deep, flat = 16 // element, 8 if product == "TF32" else 16 // element
 
@@ -38,7 +51,7 @@ class TileShape:
             return (a + b) * element
 
         pipe = self.stages * max(stage(True, True), stage(True, False), stage(False, True))
-        return pipe + max(results, self.m * self.n * 4 * (self.warps[2] - 1))
+        return pipe + results
 
     def fitted(self, product: str, limit: int) -> TileShape | None:
         """The same with as many stages as `limit` bytes of shared memory allow; None where too few fit."""
@@ -84,9 +97,11 @@ SHAPES = {
 
 # Beside them on Hopper for BF16. Measured on an H200 for 8192 × 4096 × 4096: 672, 495 and 433 TFLOP/s, where the best
 # of the above reaches 217.
-WARPGROUP_SHAPES = tuple(
-    TileShape(128, n, 64, (8, 1, 1), stages, warpgroups=True) for n, stages in ((256, 4), (128, 6), (64, 8))
+WARPGROUP_SHAPES = (
+    *(TileShape(128, n, 64, (8, 1, 1), stages, warpgroups=True) for n, stages in ((256, 4), (128, 6), (64, 8))),
+    *(TileShape(64, n, 64, (4, 1, 2), 8, warpgroups=True) for n in (128, 64)),
 )
+GRADIENT_SHAPES = (TileShape(128, 168, 64, (8, 1, 1), 5, warpgroups=True),)  # six tiles cover 1000 columns
 
 
 def shapes_for(product: str, capability: int, shared_bytes: int) -> list[TileShape]:
@@ -94,6 +109,32 @@ def shapes_for(product: str, capability: int, shared_bytes: int) -> list[TileSha
     shapes = SHAPES[product] + (WARPGROUP_SHAPES if product == "BF16" and capability == 90 else ())
     fitted = (shape.fitted(product, shared_bytes) for shape in shapes)
     return [shape for shape in fitted if shape is not None]
+
+
+HEAD_OUTPUTS = 16  # a warp's lanes hold sums for so many at most
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output layer computed by warps that take whole rows, see kernels/wide_head.cuh."""
+
+    outputs: int
+    rows: int  # of a warp at a time
+
+    @property
+    def block_rows(self) -> int:
+        return 8 * self.rows
+
+    def macros(self) -> dict[str, str]:
+        return {"HEAD_OUTPUTS": str(self.outputs), "HEAD_ROWS": str(self.rows)}
+
+
+def choose_head(layers: Sequence[tuple[int, int]], rows: int, blocks: int, shared_bytes: int) -> Head | None:
+    """For a few outputs above a hidden layer whose weights fit `shared_bytes` beside eight warps' sums; else None."""
+    fan_in, outputs = layers[-1]
+    if len(layers) < 2 or outputs > HEAD_OUTPUTS or (outputs + 8) * aligned(fan_in, 128) * 4 > shared_bytes:
+        return None
+    return Head(outputs, next((n for n in (1, 2) if rows <= 8 * n * blocks), 4))
 
 
 # Clocks of a multiprocessor, fitted to an H200: multiply-adds a clock of the main loops, what a stage costs besides,

@@ -41,8 +41,7 @@ struct GridBarrier {
     }
     __device__ __forceinline__ void await() {
         if (threadIdx.x == 0)
-            while (load_acquire(arrivals) < target) {
-            }
+            { u32 spins_ = 0; /*SPIN_DEV*/ while (load_acquire(arrivals) < target) { if (++spins_ > 4000000u) asm volatile("trap;"); } }
         __syncthreads();
     }
 };

@@ -69,7 +69,13 @@ __device__ __forceinline__ double power(double base, u64 exponent) {
         if (exponent & 1) result *= base;
     return result;
 }
+__device__ __forceinline__ float first_correction(double beta1, u64 step) {
+    return (float)(1. / (1. - power(beta1, step)));
+}
+__device__ __forceinline__ float second_correction(double beta2, u64 step) {
+    return (float)(1. / sqrt(1. - power(beta2, step)));
+}
 __device__ __forceinline__ void set_corrections(Hyper& h, double beta1, double beta2, u64 step) {
-    h.correction1 = (float)(1. / (1. - power(beta1, step)));
-    h.correction2 = (float)(1. / sqrt(1. - power(beta2, step)));
+    h.correction1 = first_correction(beta1, step);
+    h.correction2 = second_correction(beta2, step);
 }

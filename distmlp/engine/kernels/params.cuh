@@ -79,6 +79,7 @@ struct Engine {
     double* norm_partials;                               // (2, tensors, blocks)
     const float *input_mean_high, *input_mean_low, *input_factor;     // (features,) or null: as they are
     const float *target_mean_high, *target_mean_low, *target_factor;  // (outputs,) or null
+    const u8* maps;  // of the matrices for tensor copies, see tensor_maps.py; null where there are none
     Batch batches[2];
     Control* control;
     const StepInfo* steps;
@@ -98,6 +99,10 @@ struct Engine {
 extern "C" {
 __constant__ Engine ENGINE;
 }
+
+enum MapOf { MAP_WEIGHT, MAP_OUTPUT, MAP_ERROR };
+__device__ __forceinline__ const void* layer_map(int l, MapOf kind) { return ENGINE.maps + (2 + 3 * l + kind) * 128; }
+__device__ __forceinline__ const void* batch_map(int parity) { return ENGINE.maps + parity * 128; }
 
 __device__ __forceinline__ int hidden_activation(const Layer& layer) {
     return HIDDEN_ACTIVATION == MIXED ? layer.activation : HIDDEN_ACTIVATION;

@@ -26,6 +26,7 @@ struct View {
     const Element* base;
     i64 ld;
     int rows, cols;
+    const void* map;  // for tensor copies
 };
 
 // A tile of ROWS × COLS elements in shared memory; the padding keeps fragment loads free of bank conflicts.
@@ -33,9 +34,9 @@ template <int ROWS, int COLS, int PAD>
 struct Staged {
     static constexpr int STRIDE = COLS + PAD, SIZE = ROWS * STRIDE;
     static constexpr int CHUNK = 16 / sizeof(Element), CHUNKS = COLS / CHUNK, PASS = THREADS / CHUNKS;
-    static_assert(COLS % CHUNK == 0 && THREADS % CHUNKS == 0, "threads share the rows out evenly");
 
     static __device__ __forceinline__ void load(Element* tile, const View& from, int row, int col) {
+        static_assert(COLS % CHUNK == 0 && THREADS % CHUNKS == 0, "threads share the rows out evenly");
         const int c = threadIdx.x % CHUNKS * CHUNK;
         const bool inside = col + c < from.cols;
         const int first = threadIdx.x / CHUNKS;
@@ -55,8 +56,9 @@ template <int M_, int N_>
 struct OutputTile {
     static constexpr int M = M_, N = N_, STRIDE = N + 8, BYTES = M * STRIDE * 4;
     static constexpr int QUADS = N / 4;
-    static constexpr int PASS = THREADS / QUADS < M ? THREADS / QUADS : M;  // rows at a time
-    static_assert(THREADS % QUADS == 0 && M % PASS == 0, "threads share the rows out evenly");
+    static constexpr int SHARE = THREADS % QUADS ? 4 : THREADS / QUADS;
+    static constexpr int PASS = SHARE < M ? SHARE : M;  // rows at a time
+    static_assert(PASS * QUADS <= THREADS && M % PASS == 0, "threads share the rows out evenly");
 
     static __device__ __forceinline__ int column() { return threadIdx.x % QUADS * 4; }
     static __device__ __forceinline__ bool has_rows() { return threadIdx.x < PASS * QUADS; }
@@ -81,9 +83,41 @@ struct OutputTile {
             own += STEP * PASS * STRIDE;
         }
     }
+    // Where nothing belongs to columns: quads are dealt to all threads. finish(row, column, four results, known); the
+    // loads that `prepare(row, column)` makes for a step of quads are under way while the step before is finished.
+    static constexpr int ITEMS = (M * QUADS + THREADS - 1) / THREADS;
+    static constexpr int ITEM_STEP = N > 192 ? 2 : ITEMS % 4 == 0 ? 4 : ITEMS % 3 == 0 ? 3 : 1;
+    template <class Known, class Prepare>
+    static __device__ __forceinline__ void load_quads(Known (&known)[ITEM_STEP], int first, const Prepare& prepare) {
+#pragma unroll
+        for (int i = 0; i < ITEM_STEP; ++i) {
+            const int item = threadIdx.x + (first + i) * THREADS;
+            if (M * QUADS % THREADS == 0 || item < M * QUADS) known[i] = prepare(item / QUADS, item % QUADS * 4);
+        }
+    }
+    template <class Known, class Prepare, class Finish>
+    static __device__ __forceinline__ void for_each_quad(
+        const float* tile, Known (&known)[ITEM_STEP], const Prepare& prepare, const Finish& finish) {
+#pragma unroll 1
+        for (int first = 0; first < ITEMS; first += ITEM_STEP) {
+            Known next[ITEM_STEP];
+            if (first + ITEM_STEP < ITEMS) load_quads(next, first + ITEM_STEP, prepare);
+#pragma unroll
+            for (int i = 0; i < ITEM_STEP; ++i) {
+                const int item = threadIdx.x + (first + i) * THREADS;
+                if (M * QUADS % THREADS == 0 || item < M * QUADS)
+                    finish(item / QUADS, item % QUADS * 4,
+                           *(const float4*)(tile + item / QUADS * STRIDE + item % QUADS * 4), known[i]);
+            }
+#pragma unroll
+            for (int i = 0; i < ITEM_STEP; ++i) known[i] = next[i];
+        }
+    }
+
     template <class Finish>
     static __device__ __forceinline__ void for_each_row(const float* tile, const Finish& finish) {
-        for_each_row<1>(tile, [](int) { return 0; }, [&](int r, const float4& v, int) { finish(r, v); });
+        constexpr int AHEAD = M / PASS % 4 == 0 ? 4 : 1;
+        for_each_row<AHEAD>(tile, [](int) { return 0; }, [&](int r, const float4& v, int) { finish(r, v); });
     }
 
     // Adds up every thread's sums of its four columns in a fixed order and writes the first `cols` to `out`. The tile
@@ -121,12 +155,12 @@ struct Product {
     static constexpr int STAGES = S::STAGES, AHEAD = STAGES - 1;  // stages in all, and fetched before they are used
     static constexpr int PIPE_BYTES = STAGE * STAGES * (int)sizeof(Element);
     // Wide results are finished a part of their columns at a time.
-    static constexpr int PARTS = N > 128 ? N / 128 : 1;
+    static constexpr int PARTS = N > 192 ? N / 128 : 1;
     typedef OutputTile<M, N / PARTS> Output;
     static constexpr int SLICE_BYTES = M * N * 4 * (SLICES - 1);
     static constexpr int TILE_BYTES = Output::BYTES > SLICE_BYTES ? Output::BYTES : SLICE_BYTES;
     // The output tile lies behind the stages, so that these can be filled while it is in use.
-    static constexpr bool APART = true;
+    static constexpr bool APART = true, COPIED = false;
     static constexpr int TILE_AT = PIPE_BYTES, SHARED_BYTES = PIPE_BYTES + TILE_BYTES;
 
     static constexpr int WARP_M = S::M / S::WM, WARP_N = S::N / S::WN;
@@ -137,7 +171,7 @@ struct Product {
     static_assert(TN % 2 == 0 && TM % VM == 0 && TN % VN == 0, "pairs and vectors");
 #else
     static constexpr int TM = WARP_M / 16, TN = WARP_N / 8, PAIRS = TM * TN * 2;
-    static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0, "fragments are loaded 16 × 16");
+    static_assert(WARP_M % 16 == 0 && WARP_N % 8 == 0, "fragments of results are 16 × 8");
 #endif
 
     float c[PAIRS * 2];
@@ -232,6 +266,7 @@ struct Product {
 #if PRODUCT == FMA
         multiply_fma(a, b);
 #else
+        static_assert(WARP_N % 16 == 0, "fragments are loaded 16 × 16");
         a += A_ROWS_M ? warp_m * WARP_M * StageA::STRIDE : warp_m * WARP_M;
         b += B_ROWS_K ? warp_n * WARP_N : warp_n * WARP_N * StageB::STRIDE;
 #pragma unroll
@@ -353,11 +388,15 @@ struct Product {
 #endif
 };
 
+__device__ long long FINES[264][32][4];
+__shared__ int fine_phase;
+#define FINE(k) if (threadIdx.x == 0) { long long c_; asm volatile("mov.u64 %0, %%clock64;" : "=l"(c_)::"memory"); FINES[blockIdx.x][fine_phase & 31][k] = c_; }
 // Computes this block's tiles one after another: work(i, tile) describes the i-th, false behind the last;
-// finish(i, tile, product) takes its results. Where the output tile lies apart from the stages, those of later tiles
-// are fetched while a tile is finished.
-template <class P, class Work, class Finish>
-__device__ __forceinline__ void for_each_tile(void* shared, const Work& work, const Finish& finish) {
+// begin(i, tile) may ask for what finishing needs while the product runs; finish(i, tile, product) takes its results.
+// Where the output tile lies apart from the stages, those of later tiles are fetched while a tile is finished.
+template <class P, class Work, class Begin, class Finish>
+__device__ __forceinline__ void for_each_fetched_tile(
+    void* shared, const Work& work, const Begin& begin, const Finish& finish) {
     Element* stages = P::stages(shared);
     TileWork ahead, tile;
     int next = 0, next_step = 0, fill = 0, use = 0;
@@ -385,12 +424,14 @@ __device__ __forceinline__ void for_each_tile(void* shared, const Work& work, co
         }
         P product;
         product.begin();
+        begin(i, tile);
         advance(i);
 #pragma unroll 1
         for (int step = 0; step < tile.steps; ++step) {
             copy_wait<P::AHEAD - 1>();
             P::arrived();
             __syncthreads();
+            if (step == 0) FINE(0)
             const Element* stage = stages + use * P::STAGE;
             product.start(stage);
             fetch();
@@ -399,9 +440,11 @@ __device__ __forceinline__ void for_each_tile(void* shared, const Work& work, co
             use = use + 1 == P::STAGES ? 0 : use + 1;
         }
         product.end();
+        FINE(1)
         if (!P::APART) copy_wait<0>();
         if (!P::APART || !tile.steps) __syncthreads();  // all are done with the stages, or with the last results
         finish(i, tile, product);
+        FINE(2)
         if (!P::APART) __syncthreads();
     }
     copy_wait<0>();

@@ -10,7 +10,7 @@ struct Progress {  // the same in every block, at every moment between two barri
     bool frozen;
 };
 
-__device__ __forceinline__ void set_hyper(Hyper& h, float rate, float scale, u64 step) {
+__device__ __forceinline__ void set_constants(Hyper& h, float rate, float scale) {
     h.rate = rate;
     h.scale = scale;
     h.weight_decay = ENGINE.weight_decay;
@@ -23,6 +23,9 @@ __device__ __forceinline__ void set_hyper(Hyper& h, float rate, float scale, u64
     h.rest_rho = (float)(1. - ENGINE.rho);
     h.epsilon = ENGINE.epsilon;
     h.ema_decay = ENGINE.ema_decay;
+}
+__device__ __forceinline__ void set_hyper(Hyper& h, float rate, float scale, u64 step) {
+    set_constants(h, rate, scale);
     if (OPTIMIZER >= ADAM) set_corrections(h, ENGINE.beta1, ENGINE.beta2, step);
 }
 

@@ -6,15 +6,35 @@
 //   gradients of all layers        W_l' = A_(l-1)' E_l, sums of bias errors; with the update where that is possible
 //   (update)                       clipping, LAMB, several ranks, doubtful magnitudes: update.cuh
 //
-// The rows of the next step are gathered beside the gradients. No sum depends on the order in which blocks run.
+// The rows of the next step are gathered while blocks wait for each other behind the output layer. No sum depends on the order in which blocks run.
 #define LAYER(l) near_layers[l]
 #include "params.cuh"
 __shared__ Layer near_layers[MAX_LAYERS];  // what every phase begins with: constants fall out of their cache between
 #include "wide_gradients.cuh"
 
+__device__ long long STAMPS[264][32];
+#define STAMP { __syncthreads(); if (threadIdx.x==0){ long long c_; asm volatile("mov.u64 %0, %%clock64;" : "=l"(c_)::"memory"); STAMPS[blockIdx.x][stamp]=c_; fine_phase=stamp;} ++stamp; }
 #ifndef MIN_BLOCKS  // per multiprocessor
 #define MIN_BLOCKS 1
 #endif
+#if TENSOR_COPIES
+#define ENTRY __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, MIN_BLOCKS)
+#else
+#define ENTRY __launch_bounds__(THREADS, MIN_BLOCKS)
+#endif
+
+// At the beginning and the end of a kernel.
+__device__ __forceinline__ void enter() {
+#if TENSOR_COPIES
+    for (int i = threadIdx.x; i < 2 + 3 * ENGINE.layers; i += THREADS) prefetch_map(ENGINE.maps + i * 128);
+    enter_copies();
+#endif
+}
+__device__ __forceinline__ void leave() {
+#if TENSOR_COPIES
+    leave_copies();
+#endif
+}
 
 __device__ __forceinline__ void load_layers() {
     for (int i = threadIdx.x; i < ENGINE.layers * (int)(sizeof(Layer) / 8); i += THREADS)
@@ -32,6 +52,17 @@ __device__ __forceinline__ void sum_weights(const Batch& batch, int rows, Flags&
     if (threadIdx.x == 0) flags.weight = (float)sum;
 }
 
+__device__ __forceinline__ bool may_update_directly() {
+    return OPTIMIZER != LAMB && !ENGINE.needs_norm && !ENGINE.deferred;
+}
+
+// What an update in step number `step` needs but the scale: float64 arithmetic takes long, so warps share it.
+__device__ __forceinline__ void prepare_hyper(Hyper& h, float rate, u64 step) {
+    if (threadIdx.x == 32) set_constants(h, rate, 0.f);
+    if (OPTIMIZER >= ADAM && threadIdx.x == 64) h.correction1 = first_correction(ENGINE.beta1, step);
+    if (OPTIMIZER >= ADAM && threadIdx.x == 96) h.correction2 = second_correction(ENGINE.beta2, step);
+}
+
 // One step; ends with a barrier behind the update, or behind the gradients where other ranks' are still to come.
 __device__ __forceinline__ void train_step(
     const Raw& raw, int s, int end, GridBarrier& barrier, Progress& progress) {
@@ -41,53 +72,84 @@ __device__ __forceinline__ void train_step(
     Flags& flags = ENGINE.control->flags[s & 1];
     Flags& next = ENGINE.control->flags[s + 1 & 1];
     const int rows = info.rows, last = ENGINE.layers - 1;
+    int stamp = 0;
+ STAMP
 
     if (blockIdx.x == 0)  // the last step is over everywhere, the next has not begun
         for (int i = threadIdx.x; i < sizeof(Flags) / 4; i += THREADS) ((u32*)&next)[i] = 0;
     if (blockIdx.x == gridDim.x - 1) sum_weights(batch, rows, flags);
 
-    for (int l = 0; l < last; ++l) {
-        forward_hidden(l, batch, ENGINE.parameters, rows, &flags);
-        barrier.wait();
-    }
-    forward_output(raw, info, batch, flags);
-    barrier.wait();
-    if (softmax_apart()) {
-        softmax_rows(raw, info, batch, flags);
-        barrier.wait();
-    }
-    for (int l = last; l > 0; --l) {
-        backward(l, rows, flags);
-        barrier.wait();
-    }
-
-    const bool direct =
-        OPTIMIZER != LAMB && !ENGINE.needs_norm && !ENGINE.deferred && surely_finite(flags, rows);
-    if (direct) {
-        ++progress.step;
-        if (threadIdx.x == 0) set_hyper(hyper, info.rate, 1.f / flags.weight, progress.step);
-        __syncthreads();
-    }
-    gradients(batch, rows, direct, hyper);
-    if (blockIdx.x == 0) finish_loss(s, rows, flags.weight);
-    if (s + 1 < end) {
+    const auto gather_next = [&] {
+        if (s + 1 >= end) return;
         const StepInfo following = ENGINE.steps[s + 1];
         gather_rows<RAW_TYPE>(raw, following.first, following.rows, ENGINE.batches[s + 1 & 1], &next.output[0]);
+    };
+
+    for (int l = 0; l < last; ++l) {
+        forward_hidden(l, batch, ENGINE.parameters, rows, &flags);
+        STAMP
+        arrive(barrier);  // and while others are waited for
+        if (l == 0 && may_update_directly()) prepare_hyper(hyper, info.rate, progress.step + 1);
+#if HEAD_OUTPUTS
+        if (l == last - 1) load_head(rows);
+#endif
+        await(barrier);
+        STAMP
     }
-    barrier.wait();
+#if HEAD_OUTPUTS
+    head(raw, info, batch, flags);
+    STAMP arrive(barrier);
+    gather_next();
+    await(barrier); STAMP
+    for (int l = last - 1; l > 0; --l) {
+#else
+    forward_output(raw, info, batch, flags);
+    STAMP arrive(barrier);
+    if (last == 0 && may_update_directly()) prepare_hyper(hyper, info.rate, progress.step + 1);
+    if (last > 0) gather_next();
+    await(barrier); STAMP
+    if (last == 0) gather_next();  // block 0 has cleared the next step's flags by now
+    if (softmax_apart()) {
+        softmax_rows(raw, info, batch, flags);
+        STAMP grid_wait(barrier); STAMP
+    }
+    for (int l = last; l > 0; --l) {
+#endif
+        backward(l, rows, flags);
+        STAMP
+        arrive(barrier);
+        if (l == 1) {
+            if (may_update_directly()) prefetch_task(blockIdx.x);
+            if (blockIdx.x == 0) finish_loss(s, rows, flags.weight);
+        }
+        await(barrier);
+        STAMP
+    }
+
+    const bool direct = may_update_directly() && surely_finite(flags, rows);
+    if (direct) {
+        ++progress.step;
+        if (threadIdx.x == 0) hyper.scale = 1.f / flags.weight;
+        __syncthreads();
+    }
+    STAMP weight_gradients(batch, rows, direct, hyper);
+ STAMP bias_gradients(rows, direct, hyper); STAMP
+    if (blockIdx.x == 0 && last <= (HEAD_OUTPUTS ? 1 : 0)) finish_loss(s, rows, flags.weight);
+    STAMP grid_wait(barrier); STAMP
     if (!direct && !ENGINE.deferred) {
         apply_gradient(s, barrier, progress);
-        barrier.wait();
+        STAMP grid_wait(barrier); STAMP
     }
 }
 
 // Steps [begin, end) of the table. `apply_first`: the gradient buffer holds the reduced gradient of step begin - 1.
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) train_steps(
+extern "C" __global__ void ENTRY train_steps(
     const void* inputs, const float* targets, const int* labels, const float* weights, const u32* index, int begin,
     int end, int apply_first) {
     const Raw raw = {inputs, targets, labels, weights, index};
     Control& control = *ENGINE.control;
     GridBarrier barrier(&control.barrier);
+    enter();
     load_layers();
     Progress progress = {control.step, control.skipped, control.frozen != 0};
 
@@ -96,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) train_steps(
         gather_rows<RAW_TYPE>(
             raw, ENGINE.steps[begin].first, ENGINE.steps[begin].rows, ENGINE.batches[begin & 1],
             &control.flags[begin & 1].output[0]);
-    barrier.wait();
+    grid_wait(barrier);
     for (int s = begin; s < end; ++s) {
         if (!progress.frozen) train_step(raw, s, end, barrier, progress);
         else if (blockIdx.x == 0 && threadIdx.x == 0) ENGINE.results[s] = StepResult{0., 0.f, NOT_RUN};
@@ -109,30 +171,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) train_steps(
             control.frozen = progress.frozen;
         }
     }
+    leave();
 }
 
 // Outputs (rows, outputs) float for `rows` raw rows with the biases of `flat`; weights are the packed copies.
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) forward_rows(
+extern "C" __global__ void ENTRY forward_rows(
     const void* inputs, const float* flat, float* out, int rows) {
     const Raw raw = {inputs, nullptr, nullptr, nullptr, nullptr};
     const Batch& batch = ENGINE.batches[0];
     GridBarrier barrier(&ENGINE.control->forward_barrier);
+    enter();
     load_layers();
     gather_rows<RAW_F32>(raw, 0, rows, batch, nullptr);
-    barrier.wait();
+    grid_wait(barrier);
     const int last = ENGINE.layers - 1;
     for (int l = 0; l < last; ++l) {
         forward_hidden(l, batch, flat, rows, nullptr);
-        barrier.wait();
+        grid_wait(barrier);
     }
     const Layer& layer = LAYER(last);
     typedef ForwardOutput::Output Output;
-    forward_tiles<ForwardOutput>(last, batch, rows, [&](int, int m0, int n0) {
-        const Columns columns(layer, n0 + Output::column(), flat);
+    forward_tiles<ForwardOutput>(last, batch, flat, rows, [&](int, int m0, int n0, const Columns& columns) {
         Output::for_each_row(output_tile<ForwardOutput>(), [&](int r, const float4& v) {
             network_output(layer, columns, out, rows, m0 + r, v);
         });
     });
+    leave();
 }
 
 // Copies of the weights for the products from the flat buffer. Any grid.

@@ -1,6 +1,6 @@
 // Weight and bias gradients of all layers in one phase, with the update where that is possible.
 #pragma once
-#include "wide_output.cuh"
+#include "wide_head.cuh"
 
 // True in every block or in none: no gradient of this step can be NaN or too large, as told from the magnitudes.
 __device__ __forceinline__ bool surely_finite(const Flags& flags, int rows) {
@@ -51,51 +51,82 @@ __device__ __forceinline__ bool add_splits(Gradient& product, const Layer& layer
     return true;
 }
 
+// A weight-gradient task: the place of its tile, and its share of the batch. Tasks are numbered through all layers, the
+// splits of a tile side by side; where two blocks have columns in common, tiles one below the other are neighbours.
+struct GradientTask {
+    int l, tile, split, m0, n0;
+
+    __device__ __forceinline__ explicit GradientTask(int task) : l(0) {
+        while (l + 1 < ENGINE.layers && task >= LAYER(l + 1).first_task) ++l;
+        const Layer& layer = LAYER(l);
+        const int own = task - layer.first_task;
+        constexpr int PAIR = Gradient::COPIED ? 2 : 1;
+        const int place = own / PAIR / layer.splits;
+        split = own / PAIR % layer.splits;
+        tile = place * PAIR + own % PAIR;
+        m0 = (place / layer.tiles_n * PAIR + own % PAIR) * GRADIENT_M;
+        n0 = place % layer.tiles_n * GRADIENT_N;
+    }
+};
+
+// Brings what the update of a task's tile reads nearer: from device memory to L2.
+__device__ __forceinline__ void prefetch_task(int number) {
+    if (number >= ENGINE.gradient_tasks) return;
+    const GradientTask task(number);
+    const Layer& layer = LAYER(task.l);
+    if (task.split) return;
+    constexpr int LINE = 32, LINES = GRADIENT_N / LINE + 1;  // of 128 bytes; rows begin anywhere in one
+    const int rows = min(GRADIENT_M, layer.fan_in - task.m0), last = min(GRADIENT_N, layer.fan_out - task.n0) - 1;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < rows * LINES; i += THREADS) {
+        const i64 at = weight_place(layer, task.m0 + i / LINES, task.n0 + min(i % LINES * LINE, last));
+        const auto prefetch = [&](const float* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at)); };
+        prefetch(ENGINE.parameters);
+        if (has_first_slot()) prefetch(ENGINE.first_slot);
+        if (has_second_slot()) prefetch(ENGINE.second_slot);
+    }
+}
+
 // What becomes of the gradient of a whole tile.
 __device__ __forceinline__ void finish_weights(const Layer& layer, int m0, int n0, bool direct, const Hyper& h) {
     typedef Gradient::Output Output;
     const float* tile = output_tile<Gradient>();
-    const int c = n0 + Output::column();
-    if (!direct)
-        Output::for_each_row(tile, [&](int r, const float4& v) { weight_gradient(layer, m0 + r, c, v); });
-    else if (layer.fan_out % 4 == 0)
-        Output::for_each_row<4>(
-            tile, [&](int r) { return load_weights(layer, m0 + r, c); },
-            [&](int r, const float4& v, Parameters& known) { update_weights(layer, h, m0 + r, c, v, known); });
-    else
-        Output::for_each_row(tile, [&](int r, const float4& v) { update_each_weight(layer, h, m0 + r, c, v); });
-}
-
-// The layer of a weight-gradient task; tasks are numbered through all layers, the splits of a tile side by side.
-__device__ __forceinline__ int layer_of_task(int task) {
-    int l = 0;
-    while (l + 1 < ENGINE.layers && task >= LAYER(l + 1).first_task) ++l;
-    return l;
+    if (direct) {
+        Parameters known[Output::ITEM_STEP];
+        const auto load = [&](int r, int c) { return load_weights(layer, m0 + r, n0 + c); };
+        Output::load_quads(known, 0, load);
+        Output::for_each_quad(tile, known, load, [&](int r, int c, const float4& v, Parameters& p) {
+            update_weights(layer, h, m0 + r, n0 + c, v, p);
+        });
+    } else {
+        int none[Output::ITEM_STEP];
+        Output::for_each_quad(
+            tile, none, [](int, int) { return 0; },
+            [&](int r, int c, const float4& v, int) { weight_gradient(layer, m0 + r, n0 + c, v); });
+    }
 }
 
 __device__ PHASE void weight_gradients(const Batch& batch, int rows, bool direct, const Hyper& h) {
     const int stages = ceil_div(rows, Gradient::DEPTH);
     const auto work = [&](int i, TileWork& w) {
-        const int task = blockIdx.x + i * gridDim.x;
-        if (task >= ENGINE.gradient_tasks) return false;
-        const int l = layer_of_task(task);
-        const Layer& layer = LAYER(l);
-        const int tile = (task - layer.first_task) / layer.splits, split = (task - layer.first_task) % layer.splits;
-        const int depth = ceil_div(stages, layer.splits);
-        w.steps = max(0, min(stages - split * depth, depth));
-        w.k = split * depth * Gradient::DEPTH;
-        w.a = View{layer_input(l, batch), layer.ld_in, min(rows, w.k + w.steps * Gradient::DEPTH), layer.ld_in};
-        w.b = View{layer.error, layer.ld_out, w.a.rows, layer.ld_out};
-        w.m0 = tile / layer.tiles_n * GRADIENT_M;
-        w.n0 = tile % layer.tiles_n * GRADIENT_N;
+        const int number = blockIdx.x + i * gridDim.x;
+        if (number >= ENGINE.gradient_tasks) return false;
+        const GradientTask task(number);
+        const int depth = ceil_div(stages, LAYER(task.l).splits);
+        w.steps = max(0, min(stages - task.split * depth, depth));
+        w.k = task.split * depth * Gradient::DEPTH;
+        w.a = input_view(task.l, batch, min(rows, w.k + w.steps * Gradient::DEPTH));
+        w.b = error_view(task.l, w.a.rows);
+        w.m0 = task.m0;
+        w.n0 = task.n0;
         return true;
     };
-    for_each_tile<Gradient>(dynamic_shared, work, [&](int i, const TileWork& w, Gradient& product) {
-        const int task = blockIdx.x + i * gridDim.x;
-        const Layer& layer = LAYER(layer_of_task(task));
-        const int own = task - layer.first_task;
+    for_each_tile<Gradient>(dynamic_shared, work, [](int, const TileWork&) {}, [&](int i, const TileWork& w, Gradient& product) {
+        const GradientTask task(blockIdx.x + i * gridDim.x);
+        const Layer& layer = LAYER(task.l);
+        if (direct) prefetch_task(blockIdx.x + (i + 1) * gridDim.x);
         product.add_slices(output_tile<Gradient>());
-        if (layer.splits > 1 && !add_splits(product, layer, own / layer.splits, own % layer.splits)) return;
+        if (layer.splits > 1 && !add_splits(product, layer, task.tile, task.split)) return;
         product.for_each_summed_part(output_tile<Gradient>(), [&](int part) {
             finish_weights(layer, w.m0, w.n0 + part * Gradient::Output::N, direct, h);
         });
@@ -106,7 +137,7 @@ __device__ PHASE void weight_gradients(const Batch& batch, int rows, bool direct
 __device__ __forceinline__ void bias_task(int l, int task, int rows, bool direct, const Hyper& h) {
     __shared__ float sums[THREADS / 32][BIAS_COLUMNS];
     const Layer& layer = LAYER(l);
-    const int parts = l == ENGINE.layers - 1 ? output_parts(rows) : ceil_div(rows, TILE_M);
+    const int parts = column_parts(l, rows);
     const int warp = threadIdx.x >> 5, c = task * BIAS_COLUMNS + (threadIdx.x & 31);
     float sum = 0.f;
     if (c < layer.fan_out)
@@ -122,12 +153,18 @@ __device__ __forceinline__ void bias_task(int l, int task, int rows, bool direct
     __syncthreads();
 }
 
-__device__ __forceinline__ void gradients(const Batch& batch, int rows, bool direct, const Hyper& h) {
-    weight_gradients(batch, rows, direct, h);
-    for (int l = 0, before = 0; l < ENGINE.layers; ++l) {  // the last blocks take them first
-        const int tasks = ceil_div(LAYER(l).fan_out, BIAS_COLUMNS);
-        for (int task = (blockIdx.x + before) % gridDim.x; task < tasks; task += gridDim.x)
-            bias_task(l, tasks - 1 - task, rows, direct, h);
-        before += tasks;
+// By the blocks without a weight-gradient task where these are enough, else by all, the last ones first.
+__device__ __forceinline__ void bias_gradients(int rows, bool direct, const Hyper& h) {
+    constexpr int ENOUGH = 8;  // tasks of a block that take no longer than a tile
+    int tasks = 0;
+    for (int l = 0; l < ENGINE.layers; ++l) tasks += ceil_div(LAYER(l).fan_out, BIAS_COLUMNS);
+    const int spare = (int)gridDim.x - ENGINE.gradient_tasks;
+    const int workers = spare * ENOUGH >= tasks ? spare : gridDim.x;
+    const int worker = gridDim.x - 1 - blockIdx.x;
+    if (worker >= workers) return;
+    for (int task = worker; task < tasks; task += workers) {
+        int l = 0, own = task;
+        while (own >= ceil_div(LAYER(l).fan_out, BIAS_COLUMNS)) own -= ceil_div(LAYER(l++).fan_out, BIAS_COLUMNS);
+        bias_task(l, own, rows, direct, h);
     }
 }
