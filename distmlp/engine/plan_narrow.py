@@ -23,14 +23,6 @@ IMAGES = 3  # copies of the weights on their way to all blocks
 # operands before the compiler spills (256 threads of 255 registers; measured with ptxas for sm_80 and sm_90a).
 _SUM_LIMITS = ((64, 112), (96, 88), (128, 88))
 
-# With roles (kernels/narrow_roles.cu): one warpgroup sums all gradients, `chains` others take rows. Registers of the two
-# kinds share what the launch gives, 65536 for all threads; in eights.
-ROLE_MAX_WIDTH, ROLE_SUMS = 64, 144
-ROLE_REGISTERS = {3: (112, 176), 2: (160, 176)}  # by chains: of a chain's thread, of a summing one
-
-
-_TELLING = ("relu", "leaky_relu", "identity")  # activations whose output tells their slope
-
 
 @dataclass(frozen=True)
 class Item:
@@ -62,12 +54,8 @@ class NarrowPlan:
     shared_bytes: int
     image_bytes: int  # of all copies
     direct: bool  # sums, update and publication without the flat gradient
-    roles: bool = False  # each chain has tiles of its own, and one more warpgroup sums weight gradients
-    raw_type: str = "f4"
-    weighted: bool = False  # rows have weights
-    producers: int = 0  # blocks that have rows in a whole batch
 
-    name, path = "narrow", "narrow"
+    name, path, source, entry = "narrow", "narrow", "narrow.cu", "narrow_steps"
     cluster = 1
     batch_rows = 0
 
@@ -78,20 +66,12 @@ class NarrowPlan:
         )
 
     @property
-    def source(self) -> str:
-        return "narrow_roles.cu" if self.roles else "narrow.cu"
-
-    @property
-    def entry(self) -> str:
-        return "narrow_role_steps" if self.roles else "narrow_steps"
-
-    @property
     def threads(self) -> int:
         return self.groups * GROUP_THREADS
 
     @property
     def tile_rows(self) -> int:
-        return 64 if self.roles else 64 * self.chains
+        return 64 * self.chains
 
     @property
     def sums(self) -> int:
@@ -106,29 +86,17 @@ class NarrowPlan:
 
     @property
     def partial_bytes(self) -> int:
-        """Of the two buffers of partial sums, the tallies behind them, and the turn."""
-        return 2 * self.blocks * (self.chunks * CHUNK * 4 + 16) + 16
+        """Of the two buffers of partial sums and the tallies behind them."""
+        return 2 * self.blocks * (self.chunks * CHUNK * 4 + 16)
 
     def macros(self) -> dict[str, str]:
         """Compile-time definitions, see kernels/narrow_shape.cuh."""
         items = ",".join(f"{{{i.layer},{i.block},{int(i.out_major)},{i.group},{i.offset}}}" for i in self.items)
-        roles = {}
-        if self.roles:
-            chain, summing = ROLE_REGISTERS[self.chains]
-            roles = {
-                "NARROW_PRODUCERS": str(self.producers),
-                "NARROW_WEIGHTED": str(int(self.weighted)),
-                "NARROW_CHAIN_REGISTERS": str(chain),
-                "NARROW_SUM_REGISTERS": str(summing),
-                "RAW_TYPE": f"RAW_{self.raw_type[0].upper()}{8 * int(self.raw_type[1:])}",
-            }
         return {
-            **roles,
             "WIDTHS": ",".join(map(str, self.widths)),
             "ACTIVATIONS": ",".join(self.activations).upper(),
             "NARROW_CHAINS": str(self.chains),
             "NARROW_GROUPS": str(self.groups),
-            "NARROW_ROLES": str(int(self.roles)),
             "NARROW_SUMS": str(self.sums),
             "NARROW_ITEMS": items,
             "NARROW_SHARED_BYTES": str(self.shared_bytes),
@@ -142,11 +110,8 @@ def plan_narrow(task: Task, device: Device) -> NarrowPlan | None:
     rows, multiprocessors = max(1, task.rows), device.multiprocessors
     if task.precision != "bf16" or not device.has_tensor_cores or max(widths) > MAX_WIDTH:
         return None
-    found = _plan_roles(task, device)
-    if found is not None:
-        return found
     for chains in (2, 1) if rows > 64 * multiprocessors else (1, 2):  # a small batch spreads over more blocks
-        shared = _shared_bytes(widths, activations, chains, groups=2, roles=False)
+        shared = _shared_bytes(widths, chains, groups=2)
         items = _share_items(widths, groups=2)
         if shared <= device.shared_bytes and items is not None:
             tiles = -(-rows // (64 * chains))
@@ -155,27 +120,6 @@ def plan_narrow(task: Task, device: Device) -> NarrowPlan | None:
                 widths, activations, chains, 2, 0, items, shared, IMAGES * _image_bytes(widths), task.updates_directly
             )
             return replace(plan, blocks=min(multiprocessors, max(-(-tiles // turns), plan.chunks)))
-    return None
-
-
-def _plan_roles(task: Task, device: Device) -> NarrowPlan | None:
-    """The launch with roles, or None where it is not for this task or GPU."""
-    widths, activations = task.network.widths, task.network.activations
-    if device.capability != 90 or not task.updates_directly or max(widths) > ROLE_MAX_WIDTH:
-        return None
-    items = _share_items(widths, groups=1, limit=ROLE_SUMS)
-    for chains in ROLE_REGISTERS:
-        shared = _shared_bytes(widths, activations, chains, groups=chains + 1, roles=True)
-        if items is None or shared > device.shared_bytes:
-            continue
-        tiles = -(-max(1, task.rows) // 64)
-        turns = -(-tiles // device.multiprocessors)
-        plan = NarrowPlan(
-            widths, activations, chains, chains + 1, 0, tuple(replace(item, group=chains) for item in items), shared,
-            IMAGES * _image_bytes(widths), True, True, task.raw_type, task.weights,
-        )  # fmt: skip
-        blocks = min(device.multiprocessors, max(-(-tiles // turns), plan.chunks))
-        return replace(plan, blocks=blocks, producers=min(blocks, tiles))
     return None
 
 
@@ -192,7 +136,7 @@ def _out_major(widths: Sequence[int], layer: int) -> bool:
     return not (layer == len(widths) - 2 and _padded(widths[-1]) <= 32)
 
 
-def _share_items(widths: Sequence[int], groups: int, limit: int = 0) -> tuple[Item, ...] | None:
+def _share_items(widths: Sequence[int], groups: int) -> tuple[Item, ...] | None:
     """Gradients over warpgroups, the largest first to whoever has least. None where registers do not suffice."""
     parts = []
     for layer, (fan_in, fan_out) in enumerate(pairwise(widths)):
@@ -204,7 +148,7 @@ def _share_items(widths: Sequence[int], groups: int, limit: int = 0) -> tuple[It
         group = load.index(min(load))
         items.append(Item(layer, block, out_major, group, load[group], floats))
         load[group] += floats
-    limit = limit or next(limit for width, limit in _SUM_LIMITS if _padded(max(widths)) <= width)
+    limit = next(limit for width, limit in _SUM_LIMITS if _padded(max(widths)) <= width)
     return tuple(items) if max(load) <= limit else None
 
 
@@ -213,21 +157,11 @@ def _image_bytes(widths: Sequence[int]) -> int:
     return sum(_columns(i) * _columns(o) * BLOCK_BYTES for i, o in pairs) + sum(4 * _padded(o) for _, o in pairs)
 
 
-def _shared_bytes(widths: Sequence[int], activations: Sequence[str], chains: int, groups: int, roles: bool) -> int:
-    """As kernels/narrow_shape.cuh lays it out."""
-    layers = len(widths) - 1
-    columns = [_columns(width) for width in widths]
-    rows_of_blocks = 8 if roles else 8 * chains
-    inputs = [columns[i] + _out_major(widths, i) for i in range(layers)]  # of layers: their activations
-    errors = dict(enumerate(columns[1:], 1))  # of activations
-    slopes = 0
-    if roles:
-        for i in range(1, layers - 1):  # these share the place of the next activation
-            inputs[i + 1] = max(inputs[i + 1], errors.pop(i))
-        slopes = sum(columns[i + 1] for i in range(layers - 1) if activations[i] not in _TELLING)
-    tile = rows_of_blocks * (sum(inputs) + sum(errors.values()) + slopes) * BLOCK_BYTES
-    workers = 4 * (chains if roles else groups)
-    at = -(-_image_bytes(widths) // 128) * 128 + (chains if roles else 1) * tile + 8 * BLOCK_BYTES
-    at += workers * (128 + 4 + _padded(widths[-1]) + (4 if roles else 0)) * 4 + 64
-    at += 3 * (_padded(widths[0]) + _padded(widths[-1])) * 4
-    return at + (2 * chains * layers * 8 + 8 * 128 * chains if roles else 0)
+def _shared_bytes(widths: Sequence[int], chains: int, groups: int) -> int:
+    row_blocks, layers = 8 * chains, len(widths) - 1
+    at = -(-_image_bytes(widths) // 128) * 128
+    at += sum(row_blocks * (_columns(widths[i]) + _out_major(widths, i)) * BLOCK_BYTES for i in range(layers))
+    at += sum(row_blocks * _columns(w) * BLOCK_BYTES for w in widths[1:])
+    at += 8 * BLOCK_BYTES
+    at += 4 * groups * (128 + 4 + _padded(widths[-1])) * 4 + 64
+    return at + 3 * (_padded(widths[0]) + _padded(widths[-1])) * 4

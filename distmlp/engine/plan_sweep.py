@@ -59,7 +59,6 @@ class SweepPlan:
             "ACTIVATIONS": ",".join(self.activations).upper(),
             "NARROW_CHAINS": "1",
             "NARROW_GROUPS": str(GROUPS),
-            "NARROW_ROLES": "0",
             "NARROW_SUMS": "1",
             "NARROW_ITEMS": ",".join(f"{{{layer},{b},1,0,0}}" for layer, b in items),
             "NARROW_SHARED_BYTES": str(self.shared_bytes),

@@ -43,8 +43,6 @@ FAMILIES = {
     "bf16 softmax, small tiles": ((100, 500, 10), 32, "bf16", {"loss": "softmax_cross_entropy"}, "nesterov"),
     "bf16 resident": ((100, 1000, 1000, 1000, 2), 32, "bf16", {}, "adam"),
     "bf16 narrow": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
-    "bf16 narrow, norm first": ((32, 64, 64, 16), 4096, "bf16", {}, "lamb"),
-    "bf16 narrow, slopes": ((32, 64, 64, 64, 64, 16), 4096, "bf16", {"activation": "gelu"}, "adam"),
     "bf16 chain": ((256,) * 6, 4096, "bf16", {}, "adam"),
     "bf16 sweep": ((32, 128, 128, 128, 128, 16), 65536, "bf16", {}, "adam"),
     "bf16 narrow, several ranks": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from distmlp.engine.plan_narrow import CHUNK, MAX_WIDTH, ROLE_REGISTERS, NarrowPlan, plan_narrow
+from distmlp.engine.plan_narrow import CHUNK, MAX_WIDTH, NarrowPlan, plan_narrow
 from distmlp.engine.plan_task import Device, Task
 from distmlp.network import Network
 
@@ -23,17 +23,9 @@ FITTING = [
 ]
 
 
-def plan(
-    widths: tuple[int, ...],
-    rows: int,
-    device: Device = H200,
-    ranks: int = 1,
-    activation: str = "relu",
-    needs_norm: bool = False,
-) -> NarrowPlan | None:
-    network = Network.build(widths, activation, "identity")
-    task = Task(network, rows, "bf16", "mse", False, False, (), False, ranks, needs_norm=needs_norm)
-    return plan_narrow(task, device)
+def plan(widths: tuple[int, ...], rows: int, device: Device = H200, ranks: int = 1) -> NarrowPlan | None:
+    network = Network.build(widths, "relu", "identity")
+    return plan_narrow(Task(network, rows, "bf16", "mse", False, False, (), False, ranks), device)
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=["H200", "A100"])
@@ -47,12 +39,7 @@ def test_asks_for_no_more_than_there_is(widths: tuple[int, ...], rows: int, devi
     assert found.shared_bytes <= device.shared_bytes
     assert 1 <= found.blocks <= device.multiprocessors
     assert found.chains <= found.groups
-    if found.roles:
-        chain, summing = ROLE_REGISTERS[found.chains]
-        assert found.sums + 16 <= summing
-        assert 128 * (found.chains * chain + summing) <= 65536
-    else:
-        assert found.threads * found.sums <= 65536  # registers
+    assert found.threads * found.sums <= 65536  # registers
 
 
 @pytest.mark.parametrize("widths", FITTING, ids=str)
@@ -69,7 +56,7 @@ def test_every_gradient_has_one_place(widths: tuple[int, ...]) -> None:
         assert sorted(item.block for item in items) == list(range(-(-rows // 64)))
         assert all(8 * item.columns >= columns for item in items)
     assert found.chunks * CHUNK >= sum(i * o + o for i, o in pairwise(widths))
-    assert found.partial_bytes == 2 * found.blocks * (found.chunks * CHUNK * 4 + 16) + 16
+    assert found.partial_bytes == 2 * found.blocks * (found.chunks * CHUNK * 4 + 16)
 
 
 @pytest.mark.parametrize(
@@ -80,32 +67,11 @@ def test_leaves_what_does_not_fit_to_the_wide_regime(widths: tuple[int, ...]) ->
 
 
 def test_small_batches_spread_over_more_blocks() -> None:
-    small, large = (plan(FITTING[0], rows, needs_norm=True) for rows in (1024, 65536))
+    small, large = plan(FITTING[0], 1024), plan(FITTING[0], 65536)
     assert small is not None
     assert large is not None
     assert (small.tile_rows, large.tile_rows) == (64, 128)
     assert large.blocks == 128  # four tiles each, none idle
-
-
-def test_roles() -> None:
-    """Where one warpgroup can hold all sums, on Hopper, and nothing comes between the sums and the update."""
-    found = plan(FITTING[0], 65536)
-    assert found is not None
-    assert (found.roles, found.source, found.chains, found.groups) == (True, "narrow_roles.cu", 3, 4)
-    assert (found.blocks, found.producers) == (128, 128)  # eight tiles of 64 rows each
-    assert {item.group for item in found.items} == {3}
-    small = plan(FITTING[0], 1024)
-    assert small is not None
-    assert (small.blocks, small.producers) == (small.chunks, 16)
-    slopes = plan(FITTING[0], 65536, activation="tanh")  # kept in shared memory, which is then too small for three
-    assert slopes is not None
-    assert (slopes.roles, slopes.chains) == (True, 2)
-    for other in (
-        plan(FITTING[0], 65536, A100), plan(FITTING[0], 65536, needs_norm=True), plan((100, 33, 128), 65536),
-        plan((64,) * 6, 65536),
-    ):  # fmt: skip
-        assert other is not None
-        assert not other.roles
 
 
 def test_macros_are_what_the_kernel_reads() -> None:

@@ -21,35 +21,14 @@ __device__ __forceinline__ void write_ones() {
     if constexpr (L < LAYERS) {
         if constexpr (out_major(L)) {
             for (int i = threadIdx.x; i < TILE; i += BLOCK_THREADS) {  // row i
-                const int block = (i >> 3) * FIXED(activation_stride(L)) + FIXED(columns(L));
-                *(uint4*)(dynamic_shared + FIXED(TILES_AT + activation_at(L)) + block * BLOCK_BYTES + (i & 7) * 16) =
+                const int block = (i >> 3) * FIXED(activation_columns(L)) + FIXED(columns(L));
+                *(uint4*)(dynamic_shared + FIXED(activation_at(L)) + block * BLOCK_BYTES + (i & 7) * 16) =
                     make_uint4(0x3f80u, 0u, 0u, 0u);
             }
         }
         write_ones<L + 1>();
     }
 }
-
-// What happens along the way of a tile: the inputs of the next are asked for, early enough to be there behind the
-// weight gradients.
-struct Way {
-    const Raw& raw;
-    const RowPair &rows, &next_rows;
-    const Chain::Targets& targets;
-    Chain::Inputs& inputs;
-
-    template <int L>
-    __device__ __forceinline__ void passed(const Chain& chain) {
-        if (L + 1 == LAYERS) chain.load_inputs(raw, next_rows, inputs);
-    }
-    // Places are free and operands used behind barriers of the block.
-    template <int L>
-    __device__ __forceinline__ void await_place() const {}
-    template <int L>
-    __device__ __forceinline__ void await_error_place() const {}
-    template <int L>
-    __device__ __forceinline__ void ready() const {}
-};
 
 // A block's way through its tiles. The inputs of the tile to come are already in shared memory, `rows` its rows.
 struct Tiles {
@@ -62,8 +41,7 @@ struct Tiles {
         warp = threadIdx.x >> 5;
         lane = threadIdx.x & 31;
         group = __shfl_sync(~0u, threadIdx.x >> 7, 0);
-        const u32 shared = shared_address(dynamic_shared);
-        chain = {shared, shared + TILES_AT, (const float*)(dynamic_shared + SCALES_AT), 2 * warp};
+        chain = {shared_address(dynamic_shared), (const float*)(dynamic_shared + SCALES_AT), 2 * warp};
     }
     __device__ __forceinline__ bool works() const { return CHAINS == GROUPS || group < CHAINS; }
     __device__ __forceinline__ int first_row(int tile) const { return tile * TILE + 16 * warp; }
@@ -102,13 +80,12 @@ struct Tiles {
                 u32 a[2 * columns(0)];
                 chain.read_inputs(a);
                 if ((lane & 3) == 0) totals.weight += rows.weight[0] + rows.weight[1];
-                Way way = {raw, rows, next, targets, inputs};
-                chain.forward<0>(a, way, totals);
+                chain.forward<0>(a, raw, rows, next, inputs, targets, totals);
                 publish_operands();
                 next.load(raw);
             }
             __syncthreads();
-            add_tile<0>(group, sums, chain.tile);
+            add_tile<0>(group, sums, chain.shared);
             __syncthreads();
             if (works()) {
                 rows = next;

@@ -30,24 +30,16 @@ __device__ __forceinline__ u32 pack_relu(float low, float high) {
     asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
-// Spreads the top bit of each half over the half.
-__device__ __forceinline__ u32 spread_top_bits(u32 pair) {
-    u32 mask;
-    asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(mask) : "r"(pair));
-    return mask;
-}
-// All bits of a half where that half of the non-negative `gate` is positive.
-__device__ __forceinline__ u32 positive(u32 gate) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    u32 mask;
-    asm("{ .reg .b32 zero; mov.b32 zero, 0; set.gt.u32.bf16x2 %0, %1, zero; }" : "=r"(mask) : "r"(gate));
-    return mask;
-#else
-    return spread_top_bits(gate + 0x7fff7fffu);
-#endif
-}
 // `pair` where the same half of the non-negative `gate` is positive, else 0.
-__device__ __forceinline__ u32 gate_positive(u32 pair, u32 gate) { return pair & positive(gate); }
+__device__ __forceinline__ u32 gate_positive(u32 pair, u32 gate) {
+    u32 mask;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm("{ .reg .b32 zero; mov.b32 zero, 0; set.gt.u32.bf16x2 %0, %1, zero; }" : "=r"(mask) : "r"(gate));
+#else
+    asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(mask) : "r"(gate + 0x7fff7fffu));  // spreads each half's top bit
+#endif
+    return pair & mask;
+}
 
 template <int KIND>
 __device__ __forceinline__ u32 activate_pair(float a, float b, u32& slope) {
@@ -66,8 +58,7 @@ __device__ __forceinline__ u32 backward_pair(float a, float b, u32 kept) {
 }
 
 struct Chain {
-    u32 shared;           // start of shared memory: weights
-    u32 tile;             // in it
+    u32 shared;           // start of shared memory
     const float* scales;  // in it
     int row_block;        // of this warp's 16 rows in the tile
 
@@ -80,15 +71,11 @@ struct Chain {
     }
     template <int I>
     __device__ __forceinline__ u32 activation_fragment() const {
-        return fragment_address(tile + FIXED(activation_at(I)), row_block, FIXED(activation_stride(I)));
+        return fragment_address(shared + FIXED(activation_at(I)), row_block, FIXED(activation_columns(I)));
     }
     template <int I>
     __device__ __forceinline__ u32 delta_fragment() const {
-        return fragment_address(tile + FIXED(delta_at(I)), row_block, FIXED(delta_stride(I)));
-    }
-    template <int I>
-    __device__ __forceinline__ u32 slope_fragment() const {
-        return fragment_address(tile + FIXED(slope_at(I)), row_block, FIXED(columns(I)));
+        return fragment_address(shared + FIXED(delta_at(I)), row_block, FIXED(columns(I)));
     }
 
     // Inputs of the warp's 16 rows on their way to shared memory: loads that are waited for only when they are stored.
@@ -97,57 +84,33 @@ struct Chain {
     };
     __device__ __forceinline__ void load_inputs(const Raw& raw, const RowPair& rows, Inputs& inputs) const {
         const int t = threadIdx.x & 3;
-        if constexpr (ROLES && RAW_TYPE != RAW_F32) {  // standardized at once
-#pragma unroll
-            for (int i = 0; i < FIXED(2 * columns(0)); ++i) {
-                const int c = (i >> 1) * 8 + 2 * t;
-                const auto column = [&](int at) {
-                    const bool some = rows.there[i & 1] && at < width(0);
-                    return some ? raw_column(RAW_TYPE, raw.inputs, rows.row[i & 1], at, scales) : 0.f;
-                };
-                inputs.x[i] = make_float2(column(c), column(c + 1));
-            }
-            return;
-        }
-        const bool plain = ROLES || ENGINE.raw_type == RAW_F32;
-        const float* row[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            row[half] = (const float*)raw.inputs + rows.row[half] * width(0) + (width(0) % 8 ? 0 : 2 * t);
+        const bool plain = ENGINE.raw_type == RAW_F32;
 #pragma unroll
         for (int i = 0; i < FIXED(2 * columns(0)); ++i) {
-            const bool some = plain && rows.there[i & 1];
-            if constexpr (width(0) % 8 == 0)
-                inputs.x[i] = some && (i >> 1) * 8 < width(0) ? __ldg((const float2*)(row[i & 1] + (i >> 1) * 8))
-                                                              : make_float2(0.f, 0.f);
-            else
-                inputs.x[i] = some ? load_columns<width(0)>(row[i & 1], (i >> 1) * 8 + 2 * t) : make_float2(0.f, 0.f);
-        }
-    }
-    __device__ __forceinline__ void pack_inputs(
-        const RowPair& rows, const Inputs& inputs, u32 (&pairs)[2 * columns(0)]) const {
-#pragma unroll
-        for (int i = 0; i < FIXED(2 * columns(0)); ++i) {
-            float2 x = inputs.x[i];
-            if (!ROLES || RAW_TYPE == RAW_F32)
-                x = scale_columns<width(0)>(x, (i >> 1) * 8 + 2 * (threadIdx.x & 3), scales, 0);
-            pairs[i] = rows.there[i & 1] ? pack_pair(x.x, x.y) : 0u;
+            const float* row = (const float*)raw.inputs + rows.row[i & 1] * width(0);
+            inputs.x[i] = plain && rows.there[i & 1] ? load_columns<width(0)>(row, (i >> 1) * 8 + 2 * t)
+                                                     : make_float2(0.f, 0.f);
         }
     }
     // `at`: position of the warp's first row in the batch.
     __device__ __forceinline__ void store_inputs(
         const Raw& raw, const StepInfo& info, const RowPair& rows, int at, const Inputs& inputs) const {
         if (ENGINE.raw_type == RAW_F32) {
+            const int t = threadIdx.x & 3;
             u32 pairs[2 * columns(0)];
-            pack_inputs(rows, inputs, pairs);
-            store_fragments<columns(0), activation_stride(0)>(activation_fragment<0>(), pairs);
+#pragma unroll
+            for (int i = 0; i < FIXED(2 * columns(0)); ++i) {
+                const float2 x = scale_columns<width(0)>(inputs.x[i], (i >> 1) * 8 + 2 * t, scales, 0);
+                pairs[i] = rows.there[i & 1] ? pack_pair(x.x, x.y) : 0u;
+            }
+            store_fragments<columns(0), activation_columns(0)>(activation_fragment<0>(), pairs);
         } else {  // element by element, so that there is one copy of the conversions
-            u8* matrix = dynamic_shared + FIXED(TILES_AT + activation_at(0));
-            constexpr int COLUMNS = padded(0), STRIDE = activation_stride(0);
+            u8* matrix = dynamic_shared + FIXED(activation_at(0));
+            constexpr int COLUMNS = padded(0), STRIDE = activation_columns(0);
             for (int i = threadIdx.x & 31; i < 16 * COLUMNS; i += 32) {
                 const int r = i / COLUMNS, c = i % COLUMNS;
                 const bool there = at + r < info.rows && c < width(0);
-                const float x = there ? raw_column(ENGINE.raw_type, raw.inputs, raw_row(raw, info.first + at + r), c, scales) : 0.f;
+                const float x = there ? raw_column(raw.inputs, raw_row(raw, info.first + at + r), c, scales) : 0.f;
                 const int block = (row_block + (r >> 3)) * STRIDE + (c >> 3);
                 *(Element*)(matrix + block * BLOCK_BYTES + (r & 7) * 16 + (c & 7) * 2) = to_element(x);
             }
@@ -189,7 +152,6 @@ struct Chain {
         return scale_columns<OUTPUTS>(x, column, scales, FIXED(padded(0)));
     }
 
-    // STRIDE: blocks from one row of them to the next.
     template <int COLUMNS, int STRIDE>
     __device__ __forceinline__ void store_fragments(u32 address, const u32 (&a)[2 * COLUMNS]) const {
 #pragma unroll
@@ -197,25 +159,24 @@ struct Chain {
             store_blocks4(address + k * 256, {a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3]}, STRIDE);
     }
 
-    // Layer L and all that follow, then backward. `a`: this warp's rows of the layer's input. `way`: what happens along
-    // the way (see Way in narrow.cu and narrow_roles.cuh).
-    template <int L, class Way>
-    __device__ __forceinline__ void forward(const u32 (&a)[2 * columns(L)], Way& way, Totals& totals) const {
+    // Layer L and all that follow, then backward. `a`: this warp's rows of the layer's input. `next_rows`: of the tile
+    // to come, whose `inputs` are asked for on the way.
+    template <int L>
+    __device__ __forceinline__ void forward(
+        const u32 (&a)[2 * columns(L)], const Raw& raw, const RowPair& rows, const RowPair& next_rows,
+        Inputs& inputs, const Targets& targets, Totals& totals) const {
         constexpr int OUT = columns(L + 1), KIND = activation(L);
         float z[4 * OUT];
-        const Operand<OUT * BLOCK_BYTES, BLOCK_BYTES, true> weight(shared, FIXED(weight_at(L)));
+        const Operand<OUT * BLOCK_BYTES, BLOCK_BYTES, true> weight{shared + FIXED(weight_at(L))};
         begin_products();
 #pragma unroll
         for (int k = 0; k < FIXED(columns(L) / 2); ++k) product<OUT>(z, a + 4 * k, weight.step(k), k > 0);
         commit_products();
-        float2 b[OUT];  // the second half when the registers of `a` are free
+        float2 b[OUT];
 #pragma unroll
-        for (int j = 0; j < OUT / 2; ++j) b[j] = bias<L>(j);
-        way.template await_place<L>();
+        for (int j = 0; j < OUT; ++j) b[j] = bias<L>(j);
         wait_products();
         settle(z);
-#pragma unroll
-        for (int j = OUT / 2; j < OUT; ++j) b[j] = bias<L>(j);
 #pragma unroll
         for (int i = 0; i < 4 * OUT; ++i) z[i] += i & 1 ? b[i / 4].y : b[i / 4].x;
         if constexpr (L + 1 < LAYERS) {
@@ -227,56 +188,40 @@ struct Chain {
                 else
                     next[i] = activate_pair<KIND>(z[2 * i], z[2 * i + 1], slope[i]);
             }
-            store_fragments<OUT, activation_stride(L + 1)>(activation_fragment<L + 1>(), next);
-            if constexpr (L > 0 && shares_place(L) && out_major(L + 1) && columns(L) > OUT) restore_ones<L + 1>();
-            if (stores_slope(KIND)) store_fragments<OUT, OUT>(slope_fragment<L + 1>(), slope);
-            way.template passed<L>(*this);
-            forward<L + 1>(next, way, totals);
+            store_fragments<OUT, activation_columns(L + 1)>(activation_fragment<L + 1>(), next);
+            // The place of dZ is free until it is known: the slope waits there.
+            if (stores_slope(KIND)) store_fragments<OUT, OUT>(delta_fragment<L + 1>(), slope);
+            forward<L + 1>(next, raw, rows, next_rows, inputs, targets, totals);
         } else {
             u32 dz[2 * OUT];
-            way.template passed<L>(*this);
-            output(z, way.raw, way.rows, way.targets, totals, dz);
+            load_inputs(raw, next_rows, inputs);  // early enough to be there behind the weight gradients
+            output(z, raw, rows, targets, totals, dz);
             store_fragments<OUT, OUT>(delta_fragment<LAYERS>(), dz);
-            backward<LAYERS - 1>(dz, way);
+            backward<LAYERS - 1>(dz);
         }
-    }
-    // Beside this warp's rows of activation I, where a larger dZ was.
-    template <int I>
-    __device__ __forceinline__ void restore_ones() const {
-        const int lane = threadIdx.x & 31;
-        const int block = (row_block + (lane >> 3 & 1)) * FIXED(activation_stride(I)) + FIXED(columns(I));
-        if (lane < 16)
-            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %2, %2};" ::"r"(
-                             tile + FIXED(activation_at(I)) + block * BLOCK_BYTES + (lane & 7) * 16),
-                         "r"(0x3f80u), "r"(0u)
-                         : "memory");
     }
 
     // From dZ of layer L's output to dZ of its input's layer, and on to the first.
-    template <int L, class Way>
-    __device__ __forceinline__ void backward(const u32 (&dz)[2 * columns(L + 1)], Way& way) const {
+    template <int L>
+    __device__ __forceinline__ void backward(const u32 (&dz)[2 * columns(L + 1)]) const {
         if constexpr (L > 0) {
             constexpr int IN = columns(L), KIND = activation(L - 1);
             float d[4 * IN];
-            const Operand<BLOCK_BYTES, columns(L + 1) * BLOCK_BYTES, false> weight(shared, FIXED(weight_at(L)));
+            const Operand<BLOCK_BYTES, columns(L + 1) * BLOCK_BYTES, false> weight{shared + FIXED(weight_at(L))};
             begin_products();
 #pragma unroll
             for (int k = 0; k < FIXED(columns(L + 1) / 2); ++k) product<IN>(d, dz + 4 * k, weight.step(k), k > 0);
             commit_products();
-            way.template ready<L>();
-            const u32 from = stores_slope(KIND) ? slope_fragment<L>() : activation_fragment<L>();
+            const u32 from = stores_slope(KIND) ? delta_fragment<L>() : activation_fragment<L>();
             u32 kept[IN / 2][4], next[2 * IN];
 #pragma unroll
             for (int k = 0; k < IN / 2; ++k) load_blocks4<false>(kept[k], from + k * 256);
-            way.template await_error_place<L>();
             wait_products();
             settle(d);
 #pragma unroll
             for (int i = 0; i < 2 * IN; ++i) next[i] = backward_pair<KIND>(d[2 * i], d[2 * i + 1], kept[i / 4][i % 4]);
-            store_fragments<IN, delta_stride(L)>(delta_fragment<L>(), next);
-            backward<L - 1>(next, way);
-        } else {
-            way.template ready<0>();
+            store_fragments<IN, IN>(delta_fragment<L>(), next);
+            backward<L - 1>(next);
         }
     }
 

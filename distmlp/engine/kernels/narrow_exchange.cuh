@@ -13,11 +13,6 @@
 #include "narrow_sums.cuh"
 #include "update.cuh"
 
-#ifndef SPIN_LIMIT
-#define SPIN_LIMIT 0
-#endif
-#define DECLARE_SPIN u32 spins_ = 0;
-#define COUNT_SPIN if (SPIN_LIMIT && ++spins_ > SPIN_LIMIT) asm volatile("trap;");
 namespace narrow {
 
 constexpr u32 UNWRITTEN = 0xffffffffu;
@@ -85,7 +80,7 @@ __device__ __forceinline__ void await_producers(const Buffers& buffers, int s, u
 __device__ __forceinline__ StepTotals collect_totals(const float* scratch) {
     StepTotals totals = {0.f, false};
 #pragma unroll
-    for (int w = 0; w < WORK_WARPS; ++w) {
+    for (int w = 0; w < WARPS; ++w) {
         totals.weight += scratch[w * WARP_SUMS + CHUNK];
         totals.bad |= scratch[w * WARP_SUMS + CHUNK + 1] != 0.f;
     }
@@ -94,7 +89,7 @@ __device__ __forceinline__ StepTotals collect_totals(const float* scratch) {
 __device__ __forceinline__ double collect_loss(const float* scratch) {
     double loss = 0.;
 #pragma unroll
-    for (int w = 0; w < WORK_WARPS; ++w) loss += *(const double*)(scratch + w * WARP_SUMS + CHUNK + 2);
+    for (int w = 0; w < WARPS; ++w) loss += *(const double*)(scratch + w * WARP_SUMS + CHUNK + 2);
     return loss;
 }
 
@@ -181,40 +176,37 @@ __device__ __forceinline__ bool ready(const uint4& x, bool biases) {
     return weights_ready(x.x) && weights_ready(x.y) && weights_ready(x.z) && weights_ready(x.w);
 }
 
-// Image → shared memory, as it gets written, by the workers.
+// Image → shared memory, as it gets written.
 __device__ __forceinline__ void load_image(const u8* image, u8* shared) {
     static_assert(IMAGE_BYTES % 16 == 0, "whole vectors");
-    constexpr int VECTORS = IMAGE_BYTES / 16, TURNS = (VECTORS + WORKERS - 1) / WORKERS;
+    constexpr int VECTORS = IMAGE_BYTES / 16, TURNS = (VECTORS + BLOCK_THREADS - 1) / BLOCK_THREADS;
     constexpr int BIASES = bias_at(0) / 16;
     uint4 x[TURNS];
-    DECLARE_SPIN
     bool waiting = threadIdx.x < VECTORS;
     while (waiting) {  // the first vector alone: all blocks asking for all words all the time would slow the writers
         x[0] = load_fresh(image + 16 * threadIdx.x);
         waiting = !ready(x[0], threadIdx.x >= BIASES);
-        COUNT_SPIN
     }
     if (threadIdx.x >= VECTORS) x[0] = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int i = 1; i < TURNS; ++i) {
-        const int v = threadIdx.x + i * WORKERS;
+        const int v = threadIdx.x + i * BLOCK_THREADS;
         x[i] = v < VECTORS ? load_fresh(image + 16 * v) : make_uint4(0, 0, 0, 0);
     }
     do {
         waiting = false;
 #pragma unroll
         for (int i = 0; i < TURNS; ++i) {
-            const int v = threadIdx.x + i * WORKERS;
+            const int v = threadIdx.x + i * BLOCK_THREADS;
             if (!ready(x[i], v >= BIASES)) {
                 waiting = true;
                 x[i] = load_fresh(image + 16 * v);
             }
         }
-        COUNT_SPIN
     } while (waiting);
 #pragma unroll
     for (int i = 0; i < TURNS; ++i) {
-        const int v = threadIdx.x + i * WORKERS;
+        const int v = threadIdx.x + i * BLOCK_THREADS;
         if (v < VECTORS) *(uint4*)(shared + 16 * v) = x[i];
     }
 }

@@ -20,19 +20,12 @@ template <int K_BYTES, int OTHER_BYTES, bool K_OUTER>
 struct Operand {
     static constexpr int k_bytes = K_BYTES, other_bytes = OTHER_BYTES;
     static constexpr bool k_outer = K_OUTER;  // the rows of a block run along k
-    u32 units;  // address in 16 bytes, as descriptors want it: constants added to it stay constants
+    u32 address;
 
-    __device__ __forceinline__ explicit Operand(u32 base, u32 offset = 0) : units((base >> 4) + offset / 16) {}
-    __device__ __forceinline__ Operand moved(u32 bytes) const {
-        Operand other = *this;
-        other.units += bytes / 16;
-        return other;
-    }
-    __device__ __forceinline__ Operand step(int k16) const { return moved(k16 * 2 * K_BYTES); }
-    __device__ __forceinline__ u32 address() const { return units * 16; }
+    __device__ __forceinline__ Operand step(int k16) const { return {address + k16 * 2 * K_BYTES}; }
 #if USE_WGMMA
     __device__ __forceinline__ u64 descriptor() const {
-        return (u64)(units + (K_BYTES >> 4 << 16)) | (u64)(OTHER_BYTES >> 4) << 32;
+        return (u64)(address >> 4 & 0x3fff) | (u64)(K_BYTES >> 4) << 16 | (u64)(OTHER_BYTES >> 4) << 32;
     }
 #endif
 };
@@ -119,7 +112,7 @@ __device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
 template <int BLOCKS, class B>
 __device__ __forceinline__ void product(float* d, const u32* a, B b, bool accumulate) {
     const int lane = threadIdx.x & 31;
-    const u32 row = b.address() + (lane >> 3 & 1) * B::k_bytes + (lane >> 4) * B::other_bytes + (lane & 7) * 16;
+    const u32 row = b.address + (lane >> 3 & 1) * B::k_bytes + (lane >> 4) * B::other_bytes + (lane & 7) * 16;
     if (!accumulate) {
 #pragma unroll
         for (int i = 0; i < 4 * BLOCKS; ++i) d[i] = 0.f;
@@ -137,7 +130,7 @@ template <int BLOCKS, class A, class B>
 __device__ __forceinline__ void product(float* d, A a, B b) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     u32 fragment[4];
-    load_blocks4<A::k_outer>(fragment, a.address() + 2 * warp * A::other_bytes + (lane >> 3 & 1) * A::other_bytes +
+    load_blocks4<A::k_outer>(fragment, a.address + 2 * warp * A::other_bytes + (lane >> 3 & 1) * A::other_bytes +
                                      (lane >> 4) * A::k_bytes + (lane & 7) * 16);
     product<BLOCKS>(d, fragment, b, true);
 }

@@ -8,9 +8,7 @@ namespace narrow {
 // Mean (high, low) and factor of every input and target column, in shared memory: 0, 0 and 1 where there is none.
 constexpr int SCALES = padded(0) + padded(LAYERS);
 constexpr int SCALES_AT = EXCHANGE_AT + EXCHANGE_BYTES;
-constexpr int GATES_AT = SCALES_AT + 3 * SCALES * 4;
-constexpr int NUMBERS_AT = GATES_AT + (ROLES ? 2 * CHAINS * LAYERS * 8 : 0);
-constexpr int SHARED_BYTES = NUMBERS_AT + (ROLES ? 8 * WORKERS : 0);
+constexpr int SHARED_BYTES = SCALES_AT + 3 * SCALES * 4;
 
 __device__ __forceinline__ void load_scales(float* scales) {
     for (int i = threadIdx.x; i < SCALES; i += BLOCK_THREADS) {
@@ -73,9 +71,9 @@ __device__ __forceinline__ float2 scale_columns(float2 x, int c, const float* sc
 }
 
 // Column `c` of input row `row` of any type. 32 bits and more are standardized before they are rounded.
-__device__ __forceinline__ float raw_column(int type, const void* inputs, i64 row, int c, const float* scales) {
+__device__ __forceinline__ float raw_column(const void* inputs, i64 row, int c, const float* scales) {
     const i64 at = row * width(0) + c;
-    switch (type) {
+    switch (ENGINE.raw_type) {
         case RAW_U8: return scaled(scales, c, (float)((const u8*)inputs)[at]);
         case RAW_I8: return scaled(scales, c, (float)((const signed char*)inputs)[at]);
         case RAW_U16: return scaled(scales, c, (float)((const u16*)inputs)[at]);

@@ -3,10 +3,7 @@
 //
 // Macros (from plan_narrow.py), beside those of network_shape.cuh:
 //   NARROW_ITEMS  {layer, block, out_major, group, offset}, …: see `Item`
-//   NARROW_CHAINS warpgroups that take rows through the network
-//   NARROW_GROUPS warpgroups of a block
-//   NARROW_ROLES  whether there is one more that does nothing but sum weight gradients (narrow_roles.cu): every chain
-//                 then has tiles of its own, else all share one
+//   NARROW_GROUPS warpgroups of a block; a tile has 64 rows per warpgroup
 //   NARROW_SUMS   floats a thread keeps for weight gradients
 //
 // Every matrix in shared memory is cut into blocks of 8 x 8 bf16 (128 bytes, rows of 16 bytes), and blocks
@@ -24,10 +21,7 @@ constexpr int CHAINS = NARROW_CHAINS;
 constexpr int GROUPS = NARROW_GROUPS;
 constexpr int WARPS = 4 * GROUPS;
 constexpr int BLOCK_THREADS = 128 * GROUPS;
-constexpr bool ROLES = NARROW_ROLES;
-constexpr int WORKERS = ROLES ? 128 * CHAINS : BLOCK_THREADS;  // threads of the exchange between blocks
-constexpr int WORK_WARPS = WORKERS / 32;
-constexpr int TILE = ROLES ? 64 : 64 * CHAINS;  // rows of a tile
+constexpr int TILE = 64 * CHAINS;  // rows of a tile
 constexpr int BLOCK_BYTES = 128;   // 8 x 8 bf16
 
 // A part of a weight gradient: 64 rows of `out_major ? dZ^T A : A^T dZ`, summed by warpgroup `group` in
@@ -70,51 +64,21 @@ SHAPE_FN int bias_at(int layer) {  // float32
 }
 constexpr int IMAGE_BYTES = bias_at(LAYERS);
 
-SHAPE_FN bool keeps_slope(int i) {  // of activation `i`; as stores_slope says, which is not known before
-    const int kind = activation(i - 1);
-    return kind != RELU && kind != LEAKY_RELU && kind != IDENTITY;
-}
-
-// Activation `i`, 0 <= i < LAYERS, is the input of layer i; dZ `i`, 1 <= i <= LAYERS, the gradient at the output of layer
-// i - 1. With roles, where several tiles must fit, dZ takes the place of the next activation, which is no longer needed
-// then. Otherwise the slope of an activation waits in the place of its dZ.
-SHAPE_FN bool shares_place(int i) { return ROLES && i < LAYERS - 1; }  // dZ `i`
-// Blocks from one row of them to the next.
-SHAPE_FN int activation_stride(int i) {
-    const int own = activation_columns(i);
-    return i >= 2 && shares_place(i - 1) && columns(i - 1) > own ? columns(i - 1) : own;
-}
-SHAPE_FN int delta_stride(int i) { return shares_place(i) ? activation_stride(i + 1) : columns(i); }
-constexpr int TILES_AT = (IMAGE_BYTES + 127) / 128 * 128;
-// Bytes into a tile.
-SHAPE_FN int activation_at(int i) {
-    int at = 0;
-    for (int k = 0; k < i; ++k) at += TILE / 8 * activation_stride(k) * BLOCK_BYTES;
+SHAPE_FN int activation_at(int i) {  // input of layer i, 0 <= i < LAYERS
+    int at = (IMAGE_BYTES + 127) / 128 * 128;
+    for (int k = 0; k < i; ++k) at += TILE / 8 * activation_columns(k) * BLOCK_BYTES;
     return at;
 }
-SHAPE_FN int delta_at(int i) {
-    if (shares_place(i)) return activation_at(i + 1);
+SHAPE_FN int delta_at(int i) {  // gradient at the output of layer i - 1, 1 <= i <= LAYERS
     int at = activation_at(LAYERS);
-    for (int k = 1; k < i; ++k)
-        if (!shares_place(k)) at += TILE / 8 * columns(k) * BLOCK_BYTES;
+    for (int k = 1; k < i; ++k) at += TILE / 8 * columns(k) * BLOCK_BYTES;
     return at;
 }
-SHAPE_FN int slope_at(int i) {
-    if (!ROLES) return delta_at(i);
-    int at = delta_at(LAYERS + 1);
-    for (int k = 1; k < i; ++k)
-        if (keeps_slope(k)) at += TILE / 8 * columns(k) * BLOCK_BYTES;
-    return at;
-}
-constexpr int TILE_BYTES = slope_at(ROLES ? LAYERS : LAYERS + 1);
-constexpr int TILES_AT_ONCE = ROLES ? CHAINS : 1;
 // A 64-row operand may begin near the end of the last matrix and read past it (rows that are not used).
 constexpr int OVERREAD = 8 * BLOCK_BYTES;
-constexpr int EXCHANGE_AT = TILES_AT + TILES_AT_ONCE * TILE_BYTES + OVERREAD;
-// Scratch of the exchange between blocks: sums of a warp over a chunk, then those of its producers' tallies; and its own
-// tally and output biases, which with roles are read by others meanwhile.
-constexpr int TALLY_AT = ROLES ? 128 + 4 : 0;
-constexpr int WARP_SUMS = 128 + 4 + padded(LAYERS) + (ROLES ? 4 : 0);  // floats
-constexpr int EXCHANGE_BYTES = WORK_WARPS * WARP_SUMS * 4 + 64;
+constexpr int EXCHANGE_AT = delta_at(LAYERS + 1) + OVERREAD;
+// Scratch of the exchange between blocks: sums of a warp over a chunk, or its tally and its output biases.
+constexpr int WARP_SUMS = 128 + 4 + padded(LAYERS);  // floats
+constexpr int EXCHANGE_BYTES = WARPS * WARP_SUMS * 4 + 64;
 
 }  // namespace narrow

@@ -7,28 +7,32 @@ namespace narrow {
 
 constexpr int SUMS = NARROW_SUMS;
 
-// Sums of one item over a tile in shared memory.
+// Sums of one item over the tile in shared memory.
 template <int I>
-__device__ __forceinline__ void add_item(float* sums, u32 tile) {
+__device__ __forceinline__ void add_item(float* sums, u32 shared) {
     constexpr Item ITEM = item(I);
     constexpr int L = ITEM.layer, FIRST = ITEM.block * 8 * BLOCK_BYTES;
-    const Operand<delta_stride(L + 1) * BLOCK_BYTES, BLOCK_BYTES, true> dz(tile, FIXED(delta_at(L + 1)));
-    const Operand<activation_stride(L) * BLOCK_BYTES, BLOCK_BYTES, true> a(tile, FIXED(activation_at(L)));
+    const Operand<columns(L + 1) * BLOCK_BYTES, BLOCK_BYTES, true> dz{shared + FIXED(delta_at(L + 1))};
+    const Operand<activation_columns(L) * BLOCK_BYTES, BLOCK_BYTES, true> a{shared + FIXED(activation_at(L))};
 #pragma unroll
     for (int k = 0; k < TILE / 16; ++k) {
         if constexpr (ITEM.out_major) {
-            product<activation_columns(L)>(sums + ITEM.offset, dz.step(k).moved(FIRST), a.step(k));
+            auto left = dz.step(k);
+            left.address += FIRST;
+            product<activation_columns(L)>(sums + ITEM.offset, left, a.step(k));
         } else {
-            product<columns(L + 1)>(sums + ITEM.offset, a.step(k).moved(FIRST), dz.step(k));
+            auto left = a.step(k);
+            left.address += FIRST;
+            product<columns(L + 1)>(sums + ITEM.offset, left, dz.step(k));
         }
     }
 }
 
 template <int GROUP, int I>
-__device__ __forceinline__ void add_items(float* sums, u32 tile) {
+__device__ __forceinline__ void add_items(float* sums, u32 shared) {
     if constexpr (I < ITEM_COUNT) {
-        if constexpr (item(I).group == GROUP) add_item<I>(sums, tile);
-        add_items<GROUP, I + 1>(sums, tile);
+        if constexpr (item(I).group == GROUP) add_item<I>(sums, shared);
+        add_items<GROUP, I + 1>(sums, shared);
     }
 }
 
@@ -41,36 +45,29 @@ struct Limit {
         bad |= magnitude_bits(x) >= (56u + 127u) << 23;
         return x;
     }
-    __device__ __forceinline__ void store(float* where, float x) const { *where = x; }
-    __device__ __forceinline__ void store4(float* where, const float* x) const {
-        *(float4*)where = make_float4(x[0], x[1], x[2], x[3]);
-    }
 };
 
-template <int I, class Out>
-__device__ __forceinline__ void write_item(const float* sums, float* partial, Out& out) {
+template <int I>
+__device__ __forceinline__ void write_item(const float* sums, float* partial, Limit& limit) {
     constexpr Item ITEM = item(I);
-    constexpr int INDEX = ITEM.out_major ? ITEM.layer + 1 : ITEM.layer;
-    constexpr int COLUMNS = item_columns(I), ROWS = width(INDEX), PLACES = padded(INDEX);
+    constexpr int COLUMNS = item_columns(I), ROWS = ITEM.out_major ? width(ITEM.layer + 1) : width(ITEM.layer);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     const int row = 64 * ITEM.block + 16 * warp + (lane >> 2);
     // Rows beyond the matrix hold sums of whatever lay there.
     const bool first = ROWS % 64 == 0 || row < ROWS, second = ROWS % 64 == 0 || row + 8 < ROWS;
-    float* where = partial + FIXED(item_chunk(I) * CHUNK) + warp * CHUNK + 4 * lane;
+    float4* out = (float4*)partial + FIXED(item_chunk(I) * 32) + warp * 32 + lane;
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
         const float* x = sums + ITEM.offset + 4 * j;
-        if (first) out.pass(x[0]), out.pass(x[1]);
-        if (second) out.pass(x[2]), out.pass(x[3]);
-        out.store4(where + 4 * j * CHUNK, x);
+        if (first) limit.pass(x[0]), limit.pass(x[1]);
+        if (second) limit.pass(x[2]), limit.pass(x[3]);
+        out[j * CHUNK] = make_float4(x[0], x[1], x[2], x[3]);
     }
     if constexpr (ITEM.out_major) {  // the column of ones
         const float* ones = sums + ITEM.offset + 4 * COLUMNS;
         float* bias = partial + FIXED(WEIGHT_CHUNKS * CHUNK + bias_slot(ITEM.layer));
-        if (first) out.pass(ones[0]);
-        if (second) out.pass(ones[2]);
-        if ((lane & 3) == 0 && row < PLACES) out.store(bias + row, ones[0]);
-        if ((lane & 3) == 0 && row + 8 < PLACES) out.store(bias + row + 8, ones[2]);
+        if ((lane & 3) == 0 && row < ROWS) bias[row] = limit.pass(ones[0]);
+        if ((lane & 3) == 0 && row + 8 < ROWS) bias[row + 8] = limit.pass(ones[2]);
     }
 }
 
@@ -96,17 +93,17 @@ __device__ __forceinline__ void write_sums(int group, float (&sums)[SUMS], float
 // Adds a tile to the sums of this warpgroup's items. One branch a warpgroup, with its products begun and awaited
 // inside: products in flight across a branch would make the compiler serialise them.
 template <int GROUP>
-__device__ __forceinline__ void add_tile(int group, float (&sums)[SUMS], u32 tile) {
+__device__ __forceinline__ void add_tile(int group, float (&sums)[SUMS], u32 shared) {
     if constexpr (GROUP < GROUPS) {
         if (group == GROUP) {
             settle(sums);
             begin_products();
-            add_items<GROUP, 0>(sums, tile);
+            add_items<GROUP, 0>(sums, shared);
             commit_products();
             wait_products();
             settle(sums);
         } else {
-            add_tile<GROUP + 1>(group, sums, tile);
+            add_tile<GROUP + 1>(group, sums, shared);
         }
     }
 }

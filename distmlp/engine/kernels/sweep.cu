@@ -13,21 +13,14 @@ namespace narrow {
 static_assert(PRODUCT == BF16, "operands are bfloat16");
 static_assert(SWEEP_BYTES == NARROW_SHARED_BYTES, "plan_sweep.py and sweep_layers.cuh agree");
 
-__device__ __forceinline__ void prefetch(const void* where) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(where));
-}
-
-// Inputs of this warpgroup's tiles of a step: to their places, and to be met again. Targets come nearer.
-__device__ __noinline__ void stage_inputs(Sweep& sweep, const Raw& raw, const StepInfo& info) {
-    const int all = (info.rows + 63) / 64;
-    sweep.tiles = (all - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
+// Inputs of this warpgroup's tiles: to their places, and to be met again.
+__device__ __forceinline__ void stage_inputs(const Sweep& sweep, const Raw& raw, const StepInfo& info) {
     const float* scales = (const float*)(dynamic_shared + SWEEP_SCALES_AT);
     const int t = sweep.lane & 3;
     for (int tile = sweep.group; tile < sweep.tiles; tile += GROUPS) {
         const int at = (blockIdx.x + tile * gridDim.x) * 64 + 16 * sweep.warp;
         RowPair rows;
         rows.pick(raw, info, at + (sweep.lane >> 2));
-        if (raw.targets && t < 2 && rows.there[t]) prefetch(raw.targets + rows.row[t] * OUTPUTS);
         u32 pairs[2 * columns(0)];
         if (ENGINE.raw_type == RAW_F32) {
             float2 x[2 * columns(0)];
@@ -48,7 +41,7 @@ __device__ __noinline__ void stage_inputs(Sweep& sweep, const Raw& raw, const St
                 const int r = i / padded(0), c = i % padded(0);
                 const bool there = at + r < info.rows && c < width(0);
                 const Element x = to_element(
-                    there ? raw_column(ENGINE.raw_type, raw.inputs, raw_row(raw, info.first + at + r), c, scales) : 0.f);
+                    there ? raw_column(raw.inputs, raw_row(raw, info.first + at + r), c, scales) : 0.f);
                 const int where = (c >> 3) * COLUMN_BYTES + (16 * sweep.warp + r) * 16 + (c & 7) * 2;
                 *(Element*)(dynamic_shared + tile * SLOT_BYTES + where) = x;
                 *(Element*)(kept + where) = x;
@@ -167,9 +160,6 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) sweep_ste
     }
 #endif
     __shared__ Hyper hyper;
-    __shared__ u64 arrivals[STAGES];
-    if (threadIdx.x < STAGES) init_arrivals(arrivals + threadIdx.x);
-    publish_operands();
     const float* scales = (const float*)(dynamic_shared + SWEEP_SCALES_AT);
     load_scales((float*)(dynamic_shared + SWEEP_SCALES_AT));
     if (threadIdx.x < 4) buffers.tallies(threadIdx.x >> 1, threadIdx.x & 1)[blockIdx.x] = 0;
@@ -179,14 +169,10 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) sweep_ste
     sweep.shared = shared_address(dynamic_shared);
     sweep.kept = kept + (i64)blockIdx.x * 2 * LAYERS * TILES * SLOT_BYTES;
     sweep.image = image;
-    sweep.arrivals = arrivals;
-    sweep.staged = 0;
     sweep.lane = threadIdx.x & 31;
     sweep.warp = threadIdx.x >> 5 & 3;
     sweep.group = __shfl_sync(~0u, threadIdx.x >> 7, 0);
-    const Chain chain = {sweep.shared, sweep.shared, scales, 0};
-    __syncthreads();  // the scales
-    if (begin < end) stage_inputs(sweep, raw, ENGINE.steps[begin]);
+    const Chain chain = {sweep.shared, scales, 0};
     for (int s = begin; s < end; ++s) {
         if (progress.frozen) {
             if (blockIdx.x == 0 && threadIdx.x == 0) ENGINE.results[s] = StepResult{0., 0.f, NOT_RUN};
@@ -194,14 +180,16 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) sweep_ste
         }
         const StepInfo info = ENGINE.steps[s];
         const u32 number = s - begin + 1;
-        const int count = producers(info.rows);
+        const int all = (info.rows + 63) / 64, count = producers(info.rows);
 #if !NARROW_DIRECT
         if (blockIdx.x == 0 && threadIdx.x == 0) control.flags[s + 1 & 1].gradient_not_finite = 0;
 #endif
         if (blockIdx.x < count) {
+            sweep.tiles = (all - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
             sweep.ask_weights<0>(sweep.weights_at(0));
             for (int i = threadIdx.x; i < FIXED(IMAGE_BYTES - bias_at(0)) / 4; i += BLOCK_THREADS)
                 *(float*)(dynamic_shared + BIASES_AT + 4 * i) = __ldcg((const float*)(image + FIXED(bias_at(0))) + i);
+            stage_inputs(sweep, raw, info);
             if (threadIdx.x == BLOCK_THREADS - 1) set_hyper(hyper, info.rate, 1.f, progress.step + 1);
             Totals totals = {};
             Limit limit = {false};
@@ -223,7 +211,6 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) sweep_ste
         } else if (threadIdx.x == 0) {
             set_hyper(hyper, info.rate, 1.f, progress.step + 1);
         }
-        if (s + 1 < end) stage_inputs(sweep, raw, ENGINE.steps[s + 1]);  // while other blocks finish
 #if NARROW_DIRECT
         update_directly(s, number, count, buffers, hyper, progress);
 #else
