@@ -89,7 +89,9 @@ def summary(record: dict[str, Any]) -> str:
     if packed:
         text += f", gzip at {packed['streamed_shuffled']:.1f} (h5py: {packed['h5py']:.2f})"
     within = [
-        row for row in record["training"] if row["needs_gigabytes_per_second"] <= WANTED * first["streamed_shuffled"]
+        row
+        for row in record.get("training", ())
+        if row["needs_gigabytes_per_second"] <= WANTED * first["streamed_shuffled"]
     ]
     if within:
         least = min(row["streamed_of_resident"] for row in within)
@@ -102,8 +104,9 @@ def summary(record: dict[str, Any]) -> str:
 
 def conditions(record: dict[str, Any]) -> str:
     """Where and how."""
+    note = f" Of this run: {record['note']}." if "note" in record else ""
     return (
         f"{record['device']} (driver {record['driver']}), {record['cores']} cores, {record['readers']} reader threads, "
         f"{record['date'][:10]}; all rows: as they lie, into device memory, as for a run whose rows stay there; "
-        "streamed: an epoch in training order into device memory."
+        f"streamed: an epoch in training order into device memory.{note}"
     )
