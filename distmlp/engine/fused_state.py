@@ -143,7 +143,8 @@ class DeviceState:
                 self.arena.zero(buffer, self.ledger.stream)
         if self.arena.has("ema"):
             self._put_flat("ema", state.parameters if state.ema is None else state.ema)
-        for name in ("control", "tile_arrivals"):
+        own = () if self.plan.special is None else self.plan.special.buffers()
+        for name in ("control", "tile_arrivals", *(buffer.name for buffer in own if buffer.zeroed)):
             self.arena.zero(name, self.ledger.stream)
         step = np.array([state.step], np.uint64)
         self.ledger.upload(self.arena.address("control") + layout.offset(layout.CONTROL, "step"), step)

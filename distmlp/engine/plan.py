@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from distmlp.engine.plan_bulk import plan_bulk
 from distmlp.engine.plan_chain import plan_chain
 from distmlp.engine.plan_narrow import plan_narrow
 from distmlp.engine.plan_resident import plan_resident
@@ -30,6 +31,7 @@ PLANNERS: dict[str, Callable[[Task, Device], SpecialPlan | None]] = {
     "sweep": plan_sweep,
     "chain": plan_chain,
     "resident": plan_resident,
+    "bulk": plan_bulk,
 }
 MAX_STEPS = 1024  # of one call: entries of the step table and the loss ring
 
@@ -150,9 +152,11 @@ def choose_special(task: Task, device: Device, kernel: str = "auto") -> SpecialP
     if task.lane_rows:
         return None
     for name, planner in PLANNERS.items():
-        if kernel not in ("auto", name) or (special := planner(task, device)) is None:
-            continue
-        if kernel == name or getattr(special, "pays", True):
+        if (
+            kernel in ("auto", name)
+            and (special := planner(task, device)) is not None
+            and (special.pays or kernel == name)
+        ):
             return special
     return None
 

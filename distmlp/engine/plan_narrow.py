@@ -56,7 +56,7 @@ class NarrowPlan:
     direct: bool  # sums, update and publication without the flat gradient
 
     name, path, source, entry = "narrow", "narrow", "narrow.cu", "narrow_steps"
-    cluster = 1
+    cluster, pays = 1, True
     batch_rows = 0
 
     def buffers(self) -> tuple[Buffer, ...]:

@@ -1,7 +1,9 @@
-"""The resident kernel: which networks keep their state in the shared memory of all multiprocessors together. Pure.
+"""The resident kernel: which networks keep their state in the shared memory of all multiprocessors together, and who
+computes and owns what there. Pure.
 
-Block b owns outputs 8 b to 8 b + 7 of every hidden layer: their weights, optimizer slots and average. The sums here are
-computed again in kernels/resident_shape.cuh and compared when it is compiled.
+Rows of a batch are dealt out to groups of 16 or 32, the columns of every hidden layer to the blocks of a group, the
+weights of every layer in patches to all blocks. The sums here are computed again in kernels/resident_shape.cuh and
+compared when it is compiled.
 """
 
 from __future__ import annotations
@@ -15,8 +17,25 @@ from distmlp.engine.plan_task import Buffer, Device, Task
 WARPS = 8
 MAX_ROWS = 128
 MAX_OUTPUTS = 16
-TILE_BYTES = 512  # 16 x 16 bfloat16, or 32 lanes of four floats
+MAX_OPERANDS = 160  # registers of a thread for both operands of a product
+TILE_BYTES = 512  # 16 x 16 bfloat16
+STATE_BYTES = 1024  # 16 x 16 float32
 STATIC_BYTES = 1024  # that the kernel declares itself
+RING = 3
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Who computes what."""
+
+    groups: int  # of rows
+    group_tiles: int  # of 16 rows in a group
+    column_blocks: int  # of 16 columns of every hidden layer that a block computes for its group
+    blocks: int  # of the grid that compute
+
+    @property
+    def tiles(self) -> int:
+        return self.groups * self.group_tiles
 
 
 @dataclass(frozen=True)
@@ -25,7 +44,8 @@ class ResidentPlan:
 
     widths: tuple[int, ...]
     activations: tuple[str, ...]
-    tiles: int  # of 16 rows
+    sharing: Sharing
+    patches: tuple[tuple[int, int], ...]  # of a layer's weights: blocks of 16 inputs, of 16 outputs
     raw_type: str
     mean: bool  # the average of the parameters is kept
     blocks: int
@@ -44,8 +64,13 @@ class ResidentPlan:
             "WIDTHS": ",".join(map(str, self.widths)),
             "ACTIVATIONS": ",".join(self.activations).upper(),
             "RAW_TYPE": f"RAW_{self.raw_type[0].upper()}{8 * int(self.raw_type[1:])}",
-            "RESIDENT_TILES": str(self.tiles),
+            "RESIDENT_BLOCKS": str(self.blocks),
             "RESIDENT_WARPS": str(WARPS),
+            "RESIDENT_GROUPS": str(self.sharing.groups),
+            "RESIDENT_GROUP_TILES": str(self.sharing.group_tiles),
+            "RESIDENT_COLUMN_BLOCKS": str(self.sharing.column_blocks),
+            "RESIDENT_PATCH_IN": ",".join(str(size) for size, _ in self.patches),
+            "RESIDENT_PATCH_OUT": ",".join(str(size) for _, size in self.patches),
             "RESIDENT_MEAN": str(int(self.mean)),
             "RESIDENT_SHARED_BYTES": str(self.shared_bytes),
             "RESIDENT_EXCHANGE_BYTES": str(self.exchange_bytes),
@@ -58,53 +83,92 @@ class ResidentPlan:
 def plan_resident(task: Task, device: Device) -> ResidentPlan | None:
     """The launch for `task`, or None where the network does not fit or the update needs more than its own gradient."""
     widths, rows = task.network.widths, max(1, task.rows)
-    tiles = row_tiles(rows)
-    blocks = -(-max(widths[1:-1], default=0) // 8)
     if (
         task.precision != "bf16"
         or not device.has_tensor_cores
         or not task.updates_directly
         or rows > MAX_ROWS
         or widths[-1] > MAX_OUTPUTS
-        or not 1 <= blocks <= device.multiprocessors
-        or _depth(widths[0]) * tiles > blocks * WARPS  # a warp takes one tile of the next batch
+        or len(widths) < 3
     ):
         return None
-    shared = _shared_bytes(widths, tiles, 1 + len(task.slots) + task.ema)
-    if shared + STATIC_BYTES > device.shared_bytes:
+    sharing = share_out(widths, rows, device.multiprocessors)
+    if sharing is None:
+        return None
+    patches = tuple(choose_patch(_depth(i), _depth(o), device.multiprocessors) for i, o in pairwise(widths))
+    needed = [-(-_depth(i) // p) * -(-_depth(o) // q) for (i, o), (p, q) in zip(pairwise(widths), patches, strict=True)]
+    blocks = max(sharing.blocks, *needed)
+    shared = _shared_bytes(widths, sharing, patches, 1 + len(task.slots) + task.ema)
+    if (
+        shared + STATIC_BYTES > device.shared_bytes
+        or _depth(widths[0]) * sharing.tiles > blocks * WARPS  # a warp takes one tile of the next batch
+    ):
         return None
     return ResidentPlan(
-        widths, task.network.activations, tiles, task.raw_type, task.ema, blocks, shared,
-        _exchange_bytes(widths, tiles),
+        widths, task.network.activations, sharing, patches, task.raw_type, task.ema, blocks, shared,
+        _exchange_bytes(widths, sharing),
     )  # fmt: skip
 
 
-def row_tiles(rows: int) -> int:
-    """Tiles of 16 rows: one, or an even number."""
-    return 1 if rows <= 16 else 2 * -(-rows // 32)
+def share_out(widths: Sequence[int], rows: int, multiprocessors: int) -> Sharing | None:
+    """The sharing with the fewest bytes on the way of a step: activations of a group, first weights of a block."""
+    tiles, widest = -(-rows // 16), _depth(max(widths[1:-1]))
+    longest = -(-max(map(_depth, widths[:-1])) // WARPS)
+    best: tuple[int, Sharing] | None = None
+    for group_tiles in (1, 2):
+        for column_blocks in (1, 2, 4):
+            groups = -(-tiles // group_tiles)
+            blocks = groups * -(-widest // column_blocks)
+            registers = 4 * longest * (group_tiles + column_blocks) + 8 * group_tiles * column_blocks
+            biases = 16 * column_blocks * (len(widths) - 2) + widths[-1]
+            if blocks > multiprocessors or registers > MAX_OPERANDS or biases > 32 * WARPS:
+                continue
+            cost = group_tiles * sum(map(_depth, widths[1:-1])) + column_blocks * _depth(widths[0])
+            if best is None or cost < best[0]:
+                best = cost, Sharing(groups, group_tiles, column_blocks, blocks)
+    return best[1] if best else None
+
+
+def choose_patch(inputs: int, outputs: int, blocks: int) -> tuple[int, int]:
+    """Size of the patches of a matrix of blocks of 16 so that no more than `blocks` cover it: with the fewest turns of
+    a warp, then the least to read (what is waited for counts twice), then the smallest."""
+
+    def cost(patch: tuple[int, int]) -> tuple[int, int, int]:
+        across = WARPS if patch[0] > 4 else 4 if patch[0] > 2 else patch[0]
+        down = WARPS // across
+        return -(-patch[0] // across) * -(-patch[1] // down), patch[0] + 2 * patch[1], patch[0] * patch[1]
+
+    sizes = [
+        (i, o)
+        for i in range(1, inputs + 1)
+        for o in range(1, outputs + 1)
+        if -(-inputs // i) * -(-outputs // o) <= blocks
+    ]
+    return min(sizes, key=cost)
 
 
 def _depth(width: int) -> int:
     return -(-width // 16)
 
 
-def _output_tiles(outputs: int) -> int:
-    return -(-outputs // 8)
+def _shared_bytes(widths: Sequence[int], sharing: Sharing, patches: Sequence[tuple[int, int]], states: int) -> int:
+    hidden, outputs = len(widths) - 2, widths[-1]
+    output_tiles, group_rows = -(-outputs // 8), 16 * sharing.group_tiles
+    staged = [out * sharing.tiles * TILE_BYTES for _, out in patches]
+    own = sharing.group_tiles * 2 * sharing.column_blocks
+    shares = WARPS * max(own, sharing.group_tiles * output_tiles) * TILE_BYTES
+    first = min(hidden, 2)
+    at = sum(i * o for i, o in patches) * states * STATE_BYTES + max(shares, sum(staged[:first]), sum(staged[first:]))
+    at += (hidden - 1) * own * TILE_BYTES
+    at += group_rows * (8 * output_tiles + 2 + outputs + 1) * 4 + 16 * sharing.tiles * 4
+    return at + states * (hidden * 16 * sharing.column_blocks + outputs) * 4
 
 
-def _shared_bytes(widths: Sequence[int], tiles: int, states: int) -> int:
-    hidden, outputs, rows = len(widths) - 2, widths[-1], 16 * tiles
-    at = sum(_depth(width) for width in widths[:hidden]) * states * TILE_BYTES
-    at += WARPS * tiles * _output_tiles(outputs) * TILE_BYTES  # shares of sums
-    at += hidden * tiles * (256 + TILE_BYTES + 32)  # errors, slopes, column sums
-    at += rows * (8 + 8 * _output_tiles(outputs) + 2 + outputs + 2) * 4
-    return at + states * (8 * outputs + 8 * hidden + outputs) * 4
-
-
-def _exchange_bytes(widths: Sequence[int], tiles: int) -> int:
+def _exchange_bytes(widths: Sequence[int], sharing: Sharing) -> int:
     hidden = len(widths) - 2
-    matrices = [_depth(width) * tiles * TILE_BYTES for width in widths[:-1]]
-    at = 6 * matrices[0] + 4 * sum(matrices[1:])  # batches and activations
-    at += 2 * matrices[-1] + sum(matrices[1:])  # slopes, errors
-    at += sum(2 * 4 * _depth(i) * _depth(o) * 128 for i, o in pairwise(widths[1 : hidden + 1]))  # backward weights
-    return at + 2 * _depth(widths[hidden]) * _output_tiles(widths[-1]) * 256 + 32
+    matrix = [_depth(width) * sharing.tiles * TILE_BYTES for width in widths]
+    weight = [_depth(i) * _depth(o) * TILE_BYTES for i, o in pairwise(widths)]
+    at = RING * (sum(matrix[:-1]) + matrix[hidden] + sum(matrix[2:hidden]))  # activations, slopes, errors
+    at += RING * matrix[0] + 2 * sum(matrix[1:-1]) + 2 * sum(matrix[1:])  # for gradients of weights
+    at += 2 * sharing.tiles * 16 * sum(_depth(width) for width in widths[1:]) * 4  # sums of errors
+    return at + weight[0] + sum(weight) + 2 * 8 * sharing.groups * WARPS + 4 * 128 + 16

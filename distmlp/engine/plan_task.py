@@ -80,6 +80,8 @@ class SpecialPlan(Protocol):
     @property
     def shared_bytes(self) -> int: ...
     @property
+    def pays(self) -> bool: ...  # is faster than the general kernel; where it is not, it is taken by name only
+    @property
     def cluster(self) -> int: ...  # blocks of a cluster
     @property
     def batch_rows(self) -> int: ...  # that it wants in the batch, output and error buffers of the general kernel

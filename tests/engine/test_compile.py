@@ -44,6 +44,7 @@ FAMILIES = {
     "bf16 resident": ((100, 1000, 1000, 1000, 2), 32, "bf16", {}, "adam"),
     "bf16 narrow": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
     "bf16 chain": ((256,) * 6, 4096, "bf16", {}, "adam"),
+    "bf16 bulk": ((512,) * 6, 16384, "bf16", {}, "adam"),
     "bf16 sweep": ((32, 128, 128, 128, 128, 16), 65536, "bf16", {}, "adam"),
     "bf16 narrow, several ranks": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
     "tf32 several ranks": ((100, 500, 10), 32, "tf32", {}, "momentum"),
@@ -86,6 +87,70 @@ def test_every_family_compiles(capability: int, tmp_path: Path, monkeypatch: pyt
             assert size > 10_000
     assert len(list((tmp_path / "distmlp" / "kernels").glob("*.cubin"))) >= len(FAMILIES)
     assert not list((tmp_path / "distmlp" / "kernels").glob("*.tmp"))
+
+
+@pytest.mark.parametrize("kernel", ["resident", "narrow", "chain", "bulk", "sweep"])
+def test_families_are_those_of_their_kernels(kernel: str) -> None:
+    assert specialisations(f"bf16 {kernel}", 90)[-1][0] == f"{kernel}.cu"
+
+
+def compile_probe(monkeypatch: pytest.MonkeyPatch, header: str, claims: list[str], macros: dict[str, str]) -> None:
+    """Compile nothing but `header` and what is claimed of it."""
+    sources = compiler._sources()
+    probe = "\n".join([f'#include "{header}"', *(f'static_assert({claim}, "{claim}");' for claim in claims)])
+    monkeypatch.setattr(compiler, "_sources", lambda: {**sources, "probe.cu": probe})
+    compiler.cubin("probe.cu", macros, 90)
+
+
+@pytest.mark.parametrize(
+    ("widths", "rows", "optimizer", "ema"),
+    [
+        ([784, 512, 512, 10], 128, "adam", False), ([1, 3, 1], 1, "sgd", True), ([100, 1064, 2], 32, "momentum", True),
+        ([17, *[16] * 7, 2], 64, "rmsprop", False), ([500, 33, 700, 5], 17, "adamw", True),
+        ([8, 16, 9], 100, "sgd", False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_resident_plan_and_kernel_agree(
+    widths: list[int], rows: int, optimizer: str, ema: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distmlp.engine.fused_state import specialisations as of_plan
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = make_config(widths, {}, optimizer={"name": optimizer}, run={"precision": "bf16"})
+    slots = slot_names(optimizer)
+    task = Task(make_network(config), rows, "bf16", config.model.loss, False, False, slots, ema, 1)
+    source, macros = of_plan(config, make_plan(task, DEVICES[90], "resident"))[-1]
+    assert source == "resident.cu"
+    aligned = ("SCRATCH_AT", "SLOPE_AT", "OUTPUT_AT", "LAST_SLOPE_AT", "LOSSES_AT", "COUNTERS_AT", "FLAGS_AT")
+    claims = [
+        "resident::SHARED_BYTES == RESIDENT_SHARED_BYTES", "resident::EXCHANGE_BYTES == RESIDENT_EXCHANGE_BYTES",
+        f"resident::STATES == {1 + len(slots) + ema}", *(f"resident::{name} % 16 == 0" for name in aligned),
+    ]  # fmt: skip
+    compile_probe(monkeypatch, "resident_shape.cuh", claims, macros)
+
+
+@pytest.mark.parametrize(("widths", "rows"), [([512] * 6, 16384), ([300, 65, 130], 5000), ([1, 1], 1)], ids=str)
+def test_bulk_plan_and_kernel_agree(
+    widths: list[int], rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distmlp.engine import plan_bulk as bulk
+    from distmlp.engine.fused_state import specialisations as of_plan
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = make_config(widths, {}, optimizer={"name": "adam"}, run={"precision": "bf16"})
+    task = Task(make_network(config), rows, "bf16", config.model.loss, False, False, slot_names("adam"), False, 1)
+    plan = make_plan(task, DEVICES[90], "bulk")
+    assert isinstance(plan.special, bulk.BulkPlan)
+    source, macros = of_plan(config, plan)[-1]
+    assert source == "bulk.cu"
+    claims = [
+        f"SHARED_BYTES == {plan.special.shared_bytes}", f"BULK_THREADS == {plan.special.threads}",
+        f"STAGE_BYTES == {bulk.stage_bytes(max(plan.special.n, plan.special.gradient_n))}",
+        f"MAX_BULK_LAYERS == {bulk.MAX_LAYERS}", f"TILE_M == {bulk.TILE_M}",
+        f"sizeof(near_matrices) + sizeof(Hyper) + 16 <= {bulk.STATIC_BYTES}",
+    ]  # fmt: skip
+    compile_probe(monkeypatch, "bulk_store.cuh", claims, macros)
 
 
 def test_turing_takes_the_plain_path() -> None:

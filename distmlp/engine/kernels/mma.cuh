@@ -17,6 +17,15 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, boo
     *(uint4*)shared = valid ? *(const uint4*)global : make_uint4(0, 0, 0, 0);
 #endif
 }
+// The same for four bytes.
+__device__ __forceinline__ void copy_word_async(void* shared, const void* global, bool valid) {
+#if HAS_ASYNC_COPY
+    const u32 where = (u32)__cvta_generic_to_shared(shared);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(where), "l"(global), "r"(valid ? 4 : 0) : "memory");
+#else
+    *(u32*)shared = valid ? *(const u32*)global : 0u;
+#endif
+}
 __device__ __forceinline__ void copy_commit() {
 #if HAS_ASYNC_COPY
     asm volatile("cp.async.commit_group;" ::: "memory");

@@ -40,11 +40,11 @@ struct Feed {
     int block, tile;
 
     __device__ __forceinline__ Feed() : v(), there(0) {
-        const int unit = blockIdx.x * WARPS + warp_id();
+        const int unit = warp_id() * BLOCKS + blockIdx.x;
         tile = unit % TILES;
         block = unit / TILES;
     }
-    __device__ __forceinline__ bool works() const { return block < depth(0); }
+    __device__ __forceinline__ bool works() const { return block < DEPTH<0>; }
 
     __device__ __forceinline__ void pick(const Raw& raw, const StepInfo& info) {
 #pragma unroll
@@ -60,8 +60,8 @@ struct Feed {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const i64 r = row[i >> 1 & 1];
-            if (r < 0 || input(i) >= width(0)) continue;
-            v[i] = ((const Type*)raw.inputs)[r * width(0) + input(i)];
+            if (r < 0 || input(i) >= WIDTH<0>) continue;
+            v[i] = ((const Type*)raw.inputs)[r * WIDTH<0> + input(i)];
             there |= 1u << i;
         }
     }
@@ -82,30 +82,39 @@ struct Feed {
         __syncwarp();
         const uint4 operand =
             make_uint4(pack_pair(x[0], x[1]), pack_pair(x[2], x[3]), pack_pair(x[4], x[5]), pack_pair(x[6], x[7]));
-        const int at = (block * TILES + tile) * 32 + lane_id();
-        __stcg((uint4*)(exchange + activation_at(0, 0) + turn * 2 * matrix_bytes(0)) + at, operand);
-        __stcg((uint4*)(exchange + transposed_at(0, 0) + turn * 2 * matrix_bytes(0)) + at, transpose(operand));
+        const int at = turn * (MATRIX_BYTES<0> / 16) + (block * TILES + tile) * 32 + lane_id();
+        __stcg((uint4*)(exchange + FIXED(activation_at(0))) + at, operand);
+        __stcg((uint4*)(exchange + FIXED(activation_turned_at(0))) + at, transpose(operand));
         return large;
     }
 };
 
-// What the loss needs of a row, by one thread each, a step ahead as well.
+// What the loss needs of a row, by one thread each, a step ahead as well: weights of all rows, the rest of the group's.
 struct Wanted {
     i64 row;  // -1: none
+    int own;  // its place in the group
 
+    __device__ __forceinline__ explicit Wanted(int group) : row(-1), own((int)threadIdx.x - group * GROUP_ROWS) {}
     __device__ __forceinline__ void pick(const Raw& raw, const StepInfo& info) {
         row = threadIdx.x < info.rows ? raw_row(raw, info.first + threadIdx.x) : -1;
     }
+    // Begins to copy; `copy_wait` and a barrier of the block end it.
     __device__ __forceinline__ void load(const Raw& raw) const {
-        if (threadIdx.x >= ROWS) return;
-        if (!LABELS) {
-            float* targets = shared<float>(TARGETS_AT) + threadIdx.x * OUTPUTS;
+        if (threadIdx.x < ROWS) {
+            const auto copy = [&](int at, const void* from) {
+                copy_word_async(dynamic_shared + at, row < 0 ? ENGINE.parameters : from, row >= 0);
+            };
+            if (raw.weights) copy(WEIGHTS_AT + 4 * threadIdx.x, raw.weights + row);
+            else shared<float>(WEIGHTS_AT)[threadIdx.x] = row < 0 ? 0.f : 1.f;
+            if (own >= 0 && own < GROUP_ROWS) {
+                if (LABELS) copy(LABELS_AT + 4 * own, raw.labels + row);
+                else
 #pragma unroll
-            for (int c = 0; c < OUTPUTS; ++c) targets[c] = row < 0 ? 0.f : raw.targets[row * OUTPUTS + c];
-        } else {
-            shared<int>(LABELS_AT)[threadIdx.x] = row < 0 ? 0 : raw.labels[row];
+                    for (int c = 0; c < OUTPUTS; ++c)
+                        copy(TARGETS_AT + 4 * (own * OUTPUTS + c), raw.targets + row * OUTPUTS + c);
+            }
         }
-        shared<float>(WEIGHTS_AT)[threadIdx.x] = row < 0 ? 0.f : raw.weights ? raw.weights[row] : 1.f;
+        copy_commit();
     }
 };
 

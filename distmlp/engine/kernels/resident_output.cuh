@@ -1,5 +1,6 @@
-// The output layer, by every block for all rows: outputs, loss and error, then the error of the whole last hidden layer
-// in registers, and from there backward into the block's group. No block waits for another in between.
+// The output layer, by every block for all rows of its group: outputs, loss and error, then the error of the whole last
+// hidden layer in registers, and from there backward to the block's columns of the layer below. No block waits for another in
+// between.
 #pragma once
 #include "epilogue.cuh"
 #include "resident_feed.cuh"
@@ -16,8 +17,8 @@ __device__ __forceinline__ float sum_of_weights(const Raw& raw, int rows) {
 
 // Network outputs without bias from the warps' shares. Ends with all threads at a barrier.
 __device__ __forceinline__ void sum_outputs() {
-    for (int i = warp_id(); i < TILES * OUTPUT_TILES; i += WARPS) {
-        const float4 v = sum_shares<workers(depth(HIDDEN))>(i);
+    for (int i = warp_id(); i < GROUP_TILES * OUTPUT_TILES; i += WARPS) {
+        const float4 v = sum_shares<workers(DEPTH<HIDDEN>)>(i);
         float* at = shared<float>(OUTPUT_AT) + row_of(i / OUTPUT_TILES) * OUTPUT_STRIDE + 8 * (i % OUTPUT_TILES) + column();
         *(float2*)at = make_float2(v.x, v.y);
         *(float2*)(at + 8 * OUTPUT_STRIDE) = make_float2(v.z, v.w);
@@ -25,14 +26,15 @@ __device__ __forceinline__ void sum_outputs() {
     __syncthreads();
 }
 
-// Outputs become errors, zero beyond the batch and the outputs. Adds this thread's part of the weighted loss to `loss`;
-// returns whether one is large or not finite.
-__device__ __forceinline__ bool output_errors(int rows, float& loss) {
+// Outputs of the group's rows, of which the first `rows` exist, become errors, zero beyond the batch and the outputs.
+// `weights`: of the rows. Adds this thread's part of the weighted loss to `loss`; returns whether one is large or not
+// finite.
+__device__ __forceinline__ bool output_errors(int rows, const float* weights, float& loss) {
     float* output = shared<float>(OUTPUT_AT);
-    const float *bias = shared<float>(FEW_AT) + OUTPUT_BIASES, *weights = shared<float>(WEIGHTS_AT);
+    const float* bias = shared<float>(FEW_AT) + OUTPUT_BIASES;
     bool found = false;
     if (LOSS == SOFTMAX_CROSS_ENTROPY) {
-        for (int r = warp_id(); r < ROWS; r += WARPS) {
+        for (int r = warp_id(); r < GROUP_ROWS; r += WARPS) {
             float* row = output + r * OUTPUT_STRIDE;
             const int c = lane_id();
             if (c < 8 * OUTPUT_TILES) row[c] = c < OUTPUTS && r < rows ? row[c] + bias[c] : 0.f;
@@ -48,7 +50,7 @@ __device__ __forceinline__ bool output_errors(int rows, float& loss) {
             if (c == 0) loss += of_row;
         }
     } else {
-        for (int i = threadIdx.x; i < ROWS * 8 * OUTPUT_TILES; i += BLOCK_THREADS) {
+        for (int i = threadIdx.x; i < GROUP_ROWS * 8 * OUTPUT_TILES; i += BLOCK_THREADS) {
             const int r = i / (8 * OUTPUT_TILES), c = i % (8 * OUTPUT_TILES);
             float error = 0.f;
             if (r < rows && c < OUTPUTS) {
@@ -67,9 +69,9 @@ __device__ __forceinline__ bool output_errors(int rows, float& loss) {
     return found;
 }
 
-// The errors of a row tile as an operand (rows, outputs).
-__device__ __forceinline__ uint4 error_operand(int tile) {
-    const float* at = shared<float>(OUTPUT_AT) + row_of(tile) * OUTPUT_STRIDE + column();
+// The errors of a row tile of the group as an operand (rows, outputs).
+__device__ __forceinline__ uint4 error_operand(int t) {
+    const float* at = shared<float>(OUTPUT_AT) + row_of(t) * OUTPUT_STRIDE + column();
     const auto pair = [&](int offset) {
         const float2 v = *(const float2*)(at + offset);
         return pack_pair(v.x, v.y);
@@ -77,6 +79,21 @@ __device__ __forceinline__ uint4 error_operand(int tile) {
     return make_uint4(
         pair(0), pair(8 * OUTPUT_STRIDE), OUTPUT_TILES > 1 ? pair(8) : 0u,
         OUTPUT_TILES > 1 ? pair(8 * OUTPUT_STRIDE + 8) : 0u);
+}
+
+// The group's output errors to where the output layer's gradients are made, by one of its blocks.
+__device__ __forceinline__ void store_output_errors(u8* exchange, int step, const Place& place) {
+    const int t = warp_id();
+    if (t >= GROUP_TILES) return;
+    u8* turned = exchange + FIXED(error_turned_at(LAYERS)) + (step & 1) * MATRIX_BYTES<LAYERS>;
+    __stcg((uint4*)turned + place.tile(t) * 32 + lane_id(), transpose(error_operand(t)));
+    if (lane_id() >= 16) return;
+    float sum = 0.f;
+    if (lane_id() < 8 * OUTPUT_TILES)
+#pragma unroll
+        for (int r = 0; r < 16; ++r) sum += shared<float>(OUTPUT_AT)[(16 * t + r) * OUTPUT_STRIDE + lane_id()];
+    float* sums = (float*)(exchange + FIXED(sums_at(LAYERS)) + (step & 1) * FIXED(sums_bytes(LAYERS)));
+    __stcg(sums + place.tile(t) * 16 + lane_id(), sum);
 }
 
 // A pair of the error of the last hidden layer: `x`, `y` derivatives by its outputs, `kept` those outputs or the slopes.
@@ -88,81 +105,72 @@ __device__ __forceinline__ void apply_slopes(float& x, float& y, u32 kept) {
 }
 
 struct OutputLayer {
-    static constexpr bool KEPT = TILES == CHUNK;  // operands stay in registers
-    Operands<depth(HIDDEN)> hidden;
-    u32 weights[LAST_TURNS][OUTPUT_TILES][2];
+    typedef Operand<DEPTH<HIDDEN>, GROUP_TILES> Rows;
+    Rows hidden;
+    Operand<DEPTH<HIDDEN>, 1> weights;
 
-    // `matrix`: outputs of the last hidden layer. Ends with all threads at a barrier.
-    __device__ __forceinline__ void forward(const u8* exchange, const u8* matrix, int turn) {
-        const u32* from = (const u32*)(exchange + LAST_WEIGHT_AT + turn * LAST_WEIGHT_BYTES) + lane_id();
-        if (KEPT) hidden.load(matrix, 0);
+    // Ends with all threads at a barrier, the network's outputs in shared memory.
+    __device__ __forceinline__ void forward() {
+        if (warp_id() < DEPTH<HIDDEN>)
 #pragma unroll
-        for (int i = 0; i < LAST_TURNS; ++i) {
-            const int block = warp_id() + i * WARPS;
-#pragma unroll
-            for (int n = 0; n < OUTPUT_TILES; ++n)
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    weights[i][n][half] =
-                        block < depth(HIDDEN) ? __ldcg(from + ((block * OUTPUT_TILES + n) * 2 + half) * 32) : 0u;
-        }
-#pragma unroll
-        for (int tile = 0; tile < TILES; tile += CHUNK) {
-            if (!KEPT) hidden.load(matrix, tile);
-#pragma unroll
-            for (int t = 0; t < CHUNK; ++t)
+            for (int t = 0; t < GROUP_TILES; ++t)
 #pragma unroll
                 for (int n = 0; n < OUTPUT_TILES; ++n) {
                     float4 sum = zeros();
 #pragma unroll
-                    for (int i = 0; i < LAST_TURNS; ++i)
-                        multiply(sum, hidden.v[i][t], weights[i][n][0], weights[i][n][1]);
-                    share(warp_id(), (tile + t) * OUTPUT_TILES + n) = sum;
+                    for (int i = 0; i < turns(DEPTH<HIDDEN>); ++i) {
+                        const uint4& w = weights.v[i];
+                        multiply(sum, hidden.v[i * GROUP_TILES + t], n ? w.z : w.x, n ? w.w : w.y);
+                    }
+                    share(warp_id(), t * OUTPUT_TILES + n) = sum;
                 }
-        }
         __syncthreads();
+        sum_outputs();
     }
 
-    // From the errors in shared memory; `matrix`: outputs or slopes of the last hidden layer. Keeps the block's own error
-    // of that layer, and leaves shares of the derivative by the block's group below it.
-    __device__ __forceinline__ void backward(const u8* matrix, const u32 (&below)[LAST_TURNS][2]) {
+    // From the errors in shared memory; `kept`: outputs or slopes of the last hidden layer. Stores the block's own error of
+    // that layer, and leaves shares of the derivative by the block's columns below it.
+    __device__ __forceinline__ void backward(
+        u8* exchange, int step, const Place& place, const Rows& kept, const Operand<DEPTH<HIDDEN>, COLUMN_BLOCKS>& below) {
+        constexpr int TURNS = turns(DEPTH<HIDDEN>);
+        float4 sum[GROUP_TILES][2 * COLUMN_BLOCKS] = {};
+        uint4 error[GROUP_TILES];
 #pragma unroll
-        for (int i = 0; i < LAST_TURNS; ++i)
+        for (int t = 0; t < GROUP_TILES; ++t) error[t] = error_operand(t);
 #pragma unroll
-            for (int n = 0; n < OUTPUT_TILES; ++n)
+        for (int i = 0; i < TURNS; ++i) {
+            const uint4 w = transpose(weights.v[i]);
+            const int own = warp_id() + i * WARPS - place.block;
 #pragma unroll
-                for (int half = 0; half < 2; ++half) weights[i][n][half] = transpose(weights[i][n][half]);
+            for (int t = 0; t < GROUP_TILES; ++t) {
+                const uint4& k = kept.v[i * GROUP_TILES + t];
+                float4 low = zeros(), high = zeros();
+                multiply(low, error[t], w.x, OUTPUT_TILES > 1 ? w.z : 0u);
+                multiply(high, error[t], w.y, OUTPUT_TILES > 1 ? w.w : 0u);
+                apply_slopes(low.x, low.y, k.x), apply_slopes(low.z, low.w, k.y);
+                apply_slopes(high.x, high.y, k.z), apply_slopes(high.z, high.w, k.w);
+                const uint4 a = make_uint4(
+                    pack_pair(low.x, low.y), pack_pair(low.z, low.w), pack_pair(high.x, high.y),
+                    pack_pair(high.z, high.w));
+                if (HIDDEN > 1)
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile += CHUNK) {
-            if (!KEPT || stores_slope(activation(HIDDEN - 1))) hidden.load(matrix, tile);
-#pragma unroll
-            for (int t = 0; t < CHUNK; ++t) {
-                const uint4 error = error_operand(tile + t);
-                float4 sum = zeros();
-#pragma unroll
-                for (int i = 0; i < LAST_TURNS; ++i) {
-                    float4 c[2];
-                    uint4& kept = hidden.v[i][t];
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        c[half] = zeros();
-                        multiply(
-                            c[half], error, weights[i][0][half], OUTPUT_TILES > 1 ? weights[i][OUTPUT_TILES - 1][half] : 0u);
-                        apply_slopes(c[half].x, c[half].y, half ? kept.z : kept.x);
-                        apply_slopes(c[half].z, c[half].w, half ? kept.w : kept.y);
+                    for (int n = 0; n < COLUMN_BLOCKS; ++n) {
+                        const uint4& b = below.v[i * COLUMN_BLOCKS + n];
+                        multiply(sum[t][2 * n], a, b.x, b.y);
+                        multiply(sum[t][2 * n + 1], a, b.z, b.w);
                     }
-                    const uint4 a = make_uint4(
-                        pack_pair(c[0].x, c[0].y), pack_pair(c[0].z, c[0].w), pack_pair(c[1].x, c[1].y),
-                        pack_pair(c[1].z, c[1].w));
-                    if (HIDDEN > 1) multiply(sum, a, below[i][0], below[i][1]);
-                    if (warp_id() + i * WARPS == blockIdx.x >> 1) {
-                        if (blockIdx.x & 1) keep_delta<HIDDEN - 1>(tile + t, c[1], a.z, a.w);
-                        else keep_delta<HIDDEN - 1>(tile + t, c[0], a.x, a.y);
-                    }
+                if (own >= 0 && own < COLUMN_BLOCKS && own + place.block < DEPTH<HIDDEN>) {
+                    const int group = 2 * (own + place.block);
+                    store_error<HIDDEN>(exchange, step, group, place.tile(t), low, a.x, a.y);
+                    store_error<HIDDEN>(exchange, step, group + 1, place.tile(t), high, a.z, a.w);
                 }
-                if (HIDDEN > 1) share(warp_id(), tile + t) = sum;
             }
         }
+        if (HIDDEN == 1 || warp_id() >= DEPTH<HIDDEN>) return;
+#pragma unroll
+        for (int t = 0; t < GROUP_TILES; ++t)
+#pragma unroll
+            for (int n = 0; n < 2 * COLUMN_BLOCKS; ++n) share(warp_id(), own_tile(t, n)) = sum[t][n];
     }
 };
 

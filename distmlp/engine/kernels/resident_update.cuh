@@ -23,199 +23,248 @@ struct States {
 };
 
 __device__ __forceinline__ float& component(float4& v, int e) { return e == 0 ? v.x : e == 1 ? v.y : e == 2 ? v.z : v.w; }
-
-// Weights of layer L to the buffers that other blocks multiply backward with.
-template <int L>
-__device__ __forceinline__ void publish_weights(u8* exchange, int turn, int block, const float4& w) {
-    if constexpr (L > 0) {
-        u32* to = (u32*)(exchange + FIXED(backward_at(L, 0)) + turn * FIXED(backward_bytes(L))) +
-                  (2 * block * 2 * depth(L + 1) + blockIdx.x) * 32 + lane_id();
-        __stcg(to, transpose(pack_pair(w.x, w.y)));
-        __stcg(to + 2 * depth(L + 1) * 32, transpose(pack_pair(w.z, w.w)));
-    }
+__device__ __forceinline__ bool is_large(const float4& w) {
+    return exceeds(w.x, LARGE_WEIGHT) || exceeds(w.y, LARGE_WEIGHT) || exceeds(w.z, LARGE_WEIGHT) ||
+           exceeds(w.w, LARGE_WEIGHT);
 }
+
+// A 16 x 16 of weights of layer L, halves `low` and `high`, to where all blocks multiply with them.
+template <int L>
+__device__ __forceinline__ void publish_weights(u8* exchange, int turn, int in, int out, const float4& low, const float4& high) {
+    const uint4 w = make_uint4(
+        pack_pair(low.x, low.y), pack_pair(high.x, high.y), pack_pair(low.z, low.w), pack_pair(high.z, high.w));
+    uint4* to = (uint4*)(exchange + FIXED(weight_at(L))) + (out * DEPTH<L> + in) * 32 + lane_id();
+    if (L > 0) {
+        __stcg(to, w);
+        return;
+    }
+    tell(to + turn * (WEIGHT_BYTES<L> / 16), w);
+    tell(to + (turn ^ 1) * (WEIGHT_BYTES<L> / 16), make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN));
+}
+
+// The block's patch of layer L, and how its warps share it out.
+template <int L>
+struct Patch {
+    static constexpr int IN = patch_in(L), OUT = patch_out(L);
+    static constexpr int ACROSS = IN > 4 ? WARPS : IN > 2 ? 4 : IN;  // warps side by side along the inputs
+    static constexpr int DOWN = WARPS / ACROSS;
+    static constexpr int IN_TURNS = divided(IN, ACROSS), OUT_TURNS = divided(OUT, DOWN);
+    int in, out;  // its first blocks
+    bool exists;
+
+    __device__ __forceinline__ Patch() {
+        const int number = (blockIdx.x + BLOCKS - FIXED(first_patch(L))) % BLOCKS;
+        in = number % FIXED(patches_in(L)) * IN;
+        out = number / FIXED(patches_in(L)) * OUT;
+        exists = number < FIXED(patches(L));
+    }
+    // This warp's i-th block of inputs and j-th of outputs, from the first ones on.
+    static __device__ __forceinline__ int in_of(int i) { return warp_id() % ACROSS + i * ACROSS; }
+    static __device__ __forceinline__ int out_of(int j) { return warp_id() / ACROSS + j * DOWN; }
+    __device__ __forceinline__ bool has_in(int i) const { return exists && in_of(i) < IN && in + in_of(i) < DEPTH<L>; }
+    __device__ __forceinline__ bool has_out(int j) const { return exists && out_of(j) < OUT && out + out_of(j) < DEPTH<L + 1>; }
+    static __device__ __forceinline__ float4* state(int i, int j) {
+        return shared<float4>(FIXED(state_at(L))) + (out_of(j) * IN + in_of(i)) * (STATES * 64) + lane_id();
+    }
+};
 
 // LOAD: flat buffers to shared memory, else back. Returns whether a weight is large.
 template <bool LOAD, int L = 0>
 __device__ __forceinline__ bool move_weights(u8* exchange) {
     bool large = false;
-    if constexpr (L < HIDDEN) {
-        const int out = 8 * blockIdx.x + (lane_id() >> 2);
-        for (int block = warp_id(); block < depth(L) && blockIdx.x < groups(L + 1); block += WARPS) {
+    if constexpr (L < LAYERS) {
+        const Patch<L> patch;
+#pragma unroll 1
+        for (int i = 0; i < patch.IN_TURNS; ++i)
+#pragma unroll 1
+            for (int j = 0; j < patch.OUT_TURNS; ++j) {
+                if (!patch.has_in(i) || !patch.has_out(j)) continue;
+                const int in = patch.in + patch.in_of(i), out = patch.out + patch.out_of(j);
+                float4* state = patch.state(i, j);
 #pragma unroll
-            for (int s = 0; s < STATES; ++s) {
-                float4& v = shared<float4>(FIXED(state_at(L)))[(block * STATES + s) * 32 + lane_id()];
-                if (LOAD) v = zeros();
+                for (int s = 0; s < STATES; ++s)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int in = 16 * block + column() + (e & 1) + 8 * (e >> 1);
-                    if (in >= width(L) || out >= width(L + 1)) continue;
-                    float& flat = flat_buffer(s)[FIXED(flat_weight(L)) + in * width(L + 1) + out];
-                    if (LOAD) component(v, e) = flat;
-                    else flat = component(v, e);
-                }
-                if (LOAD && s == 0) {
-                    __syncwarp();
-                    publish_weights<L>(exchange, 0, block, v);
-                    large |= exceeds(v.x, LARGE_WEIGHT) || exceeds(v.y, LARGE_WEIGHT) ||
-                             exceeds(v.z, LARGE_WEIGHT) || exceeds(v.w, LARGE_WEIGHT);
+                    for (int half = 0; half < 2; ++half) {
+                        float4& v = state[(2 * s + half) * 32];
+                        if (LOAD) v = zeros();
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            const int row = 16 * in + 8 * half + 2 * (lane_id() & 3) + (e & 1);
+                            const int c = 16 * out + 8 * (e >> 1) + (lane_id() >> 2);
+                            if (row >= WIDTH<L> || c >= WIDTH<L + 1>) continue;
+                            float& flat = flat_buffer(s)[FIXED(flat_weight(L)) + row * WIDTH<L + 1> + c];
+                            if (LOAD) component(v, e) = flat;
+                            else flat = component(v, e);
+                        }
+                    }
+                __syncwarp();
+                if (LOAD) {
+                    publish_weights<L>(exchange, 0, in, out, state[0], state[32]);
+                    large |= is_large(state[0]) || is_large(state[32]);
                 }
             }
-        }
         large |= move_weights<LOAD, L + 1>(exchange);
     }
     return large;
 }
 
-// Place of the block's parameter `u` of the few in the flat buffers; -1: there is none.
-__device__ __forceinline__ int place_of_few(int u) {
-    const int first = 8 * blockIdx.x;
-    if (u < HIDDEN_BIASES)
-        return first + u / OUTPUTS < width(HIDDEN) ? FIXED(flat_weight(HIDDEN)) + first * OUTPUTS + u : -1;
-    if (u >= OUTPUT_BIASES) return FIXED(flat_bias(HIDDEN)) + u - OUTPUT_BIASES;
-    const int out = first + (u & 7);
-    int place = -1;
-#pragma unroll
-    for (int l = 0; l < HIDDEN; ++l)
-        if (u - HIDDEN_BIASES >> 3 == l && out < width(l + 1)) place = flat_bias(l) + out;
-    return place;
-}
-
-// A weight of the output layer to where every block reads it.
-__device__ __forceinline__ void publish_last_weight(u8* exchange, int turn, int u, float value) {
-    const int in = u / OUTPUTS, out = u % OUTPUTS;  // lane 4 out + in / 2 of the pairs, in % 2 of the pair
-    const int pair = (((blockIdx.x >> 1) * OUTPUT_TILES + out / 8) * 2 + (blockIdx.x & 1)) * 32 + (out & 7) * 4 + in / 2;
-    ((Bf16*)(exchange + LAST_WEIGHT_AT + turn * LAST_WEIGHT_BYTES))[2 * pair + (in & 1)] = to_element(value);
+// f(place in the flat buffers, sums of the error over row tiles, their stride) for the block's bias `u`, if there is one.
+template <int L = 0, class F>
+__device__ __forceinline__ void for_few(const Place& place, int u, const F& f) {
+    constexpr int I = L < HIDDEN ? L + 1 : LAYERS;
+    if constexpr (L == HIDDEN) {
+        f(FIXED(flat_bias(HIDDEN)) + u - OUTPUT_BIASES, FIXED(sums_at(I)) + 4 * (u - OUTPUT_BIASES), FIXED(sums_bytes(I)));
+    } else if (u / COLUMNS == L) {
+        const int out = 16 * place.block + u % COLUMNS;
+        if (out < WIDTH<I>) f(FIXED(flat_bias(L)) + out, FIXED(sums_at(I)) + 4 * out, FIXED(sums_bytes(I)));
+    } else {
+        for_few<L + 1>(place, u, f);
+    }
 }
 
 template <bool LOAD>
-__device__ __forceinline__ bool move_few(u8* exchange) {
-    bool large = false;
+__device__ __forceinline__ void move_few(const Place& place) {
     for (int u = threadIdx.x; u < FEW; u += BLOCK_THREADS) {
-        const int place = place_of_few(u);
-        for (int s = 0; s < STATES; ++s) {
-            float& v = shared<float>(FEW_AT)[s * FEW + u];
-            if (LOAD) v = place < 0 ? 0.f : flat_buffer(s)[place];
-            else if (place >= 0 && (u < OUTPUT_BIASES || blockIdx.x == 0)) flat_buffer(s)[place] = v;
-        }
-        const float value = shared<float>(FEW_AT)[u];
-        if (LOAD && u < HIDDEN_BIASES && place >= 0) {
-            publish_last_weight(exchange, 0, u, value);
-            large |= exceeds(value, LARGE_WEIGHT);
-        }
+        const bool ours = u < OUTPUT_BIASES ? place.group == 0 : blockIdx.x == 0;
+        float* state = shared<float>(FEW_AT) + u;
+        for_few(place, u, [&](int at, int, int) {
+            for (int s = 0; s < STATES; ++s) {
+                if (LOAD) state[s * FEW] = flat_buffer(s)[at];
+                else if (ours) flat_buffer(s)[at] = state[s * FEW];
+            }
+        });
     }
-    return large;
 }
 
 // What an update needs. `limit` not 0: only look whether all gradient sums stay below it.
 struct Update {
     const Hyper* hyper;  // but for the scale
     float scale;
-    int turn;  // of the published weights that it writes
+    int turn;  // of the published weights of layer 0 that it writes
     float limit;
+    int step;  // whose activations and errors
 };
 
-// Gradient of the block's weights of layer L from activation L (transposed), and their update. Returns whether a new
-// weight is large, or with a limit a sum is not below it.
-template <int L>
-__device__ __forceinline__ bool update_weights(const u8* transposed, u8* exchange, const Update& update) {
-    constexpr int TURNS = turns(depth(L)), AHEAD = TILES <= 2 ? 16 / TILES : TILES <= 4 ? 2 : 1;  // blocks of inputs
-    if (blockIdx.x >= groups(L + 1)) return false;
-    Hyper h = *update.hyper;
-    h.scale = update.scale;
-    bool found = false;
-    uint4 b[2][AHEAD][TILES];
-    const auto load = [&](int from) {
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            const int block = warp_id() + (from + i) * WARPS;
-#pragma unroll
-            for (int t = 0; t < TILES; ++t)
-                if (from + i < TURNS && block < depth(L))
-                    b[from / AHEAD & 1][i][t] = __ldcg((const uint4*)transposed + (block * TILES + t) * 32 + lane_id());
-        }
-    };
-    load(0);
-#pragma unroll
-    for (int from = 0; from < TURNS; from += AHEAD) {
-        load(from + AHEAD);
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            const int block = warp_id() + (from + i) * WARPS;
-            if (from + i >= TURNS || block >= depth(L)) break;
-            float4 low = zeros(), high = zeros();
-#pragma unroll
-            for (int t = 0; t < TILES; ++t) {
-                const u32* delta = shared<u32>(DELTA_AT) + (L * TILES + t) * 64 + lane_id();
-                const uint4 a = make_uint4(delta[0], 0u, delta[32], 0u), v = b[from / AHEAD & 1][i][t];
-                multiply(low, a, v.x, v.y);
-                multiply(high, a, v.z, v.w);
-            }
-            float4 sum = make_float4(low.x, low.y, high.x, high.y);
-            if (update.limit != 0.f) {
-                found |= !(fabsf(sum.x) < update.limit && fabsf(sum.y) < update.limit && fabsf(sum.z) < update.limit &&
-                           fabsf(sum.w) < update.limit);
-                continue;
-            }
-            float4* state = shared<float4>(FIXED(state_at(L))) + block * STATES * 32 + lane_id();
-            float4 v[STATES];
-#pragma unroll
-            for (int s = 0; s < STATES; ++s) v[s] = state[s * 32];
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                States one;
-#pragma unroll
-                for (int s = 0; s < STATES; ++s) one.v[s] = component(v[s], e);
-                one.update(h, component(sum, e));
-#pragma unroll
-                for (int s = 0; s < STATES; ++s) component(v[s], e) = one.v[s];
-                found |= exceeds(one.v[0], LARGE_WEIGHT);
-            }
-#pragma unroll
-            for (int s = 0; s < STATES; ++s) state[s * 32] = v[s];
-            publish_weights<L>(exchange, update.turn, block, v[0]);
-        }
-    }
-    return found;
+__device__ __forceinline__ bool beyond(const float4& v, float limit) {
+    return !(fabsf(v.x) < limit && fabsf(v.y) < limit && fabsf(v.z) < limit && fabsf(v.w) < limit);
 }
 
-// The same for the few: weights and biases of the output layer where `output`, else biases of hidden layers.
-__device__ __forceinline__ bool update_few(bool output, u8* exchange, const Update& update) {
-    bool found = false;
-    Hyper h = *update.hyper;
-    h.scale = update.scale;
-    const float* error = shared<float>(OUTPUT_AT);
-    for (int u = threadIdx.x; u < FEW; u += BLOCK_THREADS) {
-        if (output == (u >= HIDDEN_BIASES && u < OUTPUT_BIASES) || place_of_few(u) < 0) continue;
-        float sum = 0.f;
-        if (u < HIDDEN_BIASES) {
-            const float* own = shared<float>(OWN_AT) + u / OUTPUTS;
-#pragma unroll 8
-            for (int r = 0; r < ROWS; ++r) sum += own[8 * r] * error[r * OUTPUT_STRIDE + u % OUTPUTS];
-        } else if (u < OUTPUT_BIASES) {
-            const float* sums = shared<float>(SUMS_AT) + (u - HIDDEN_BIASES >> 3) * TILES * 8 + (u & 7);
-            for (int t = 0; t < TILES; ++t) sum += sums[8 * t];
-        } else {
-#pragma unroll 8
-            for (int r = 0; r < ROWS; ++r) sum += error[r * OUTPUT_STRIDE + u - OUTPUT_BIASES];
+// Gradient of the block's patch of layer L, and its update, in three parts: the activations asked for, the errors on their
+// way to shared memory, and the rest behind a barrier of the block.
+template <int L>
+struct Gradient {
+    typedef Patch<L> P;
+    static constexpr bool AHEAD = P::IN_TURNS * TILES <= 16;  // all activations at once
+    P patch;
+    uint4 inputs[AHEAD ? P::IN_TURNS : 1][TILES];
+
+    __device__ __forceinline__ void load(const u8* exchange, int step, int i, uint4 (&to)[TILES]) const {
+        const u8* turned = exchange + FIXED(activation_turned_at(L)) + (L ? step & 1 : step % RING) * MATRIX_BYTES<L>;
+        if (patch.has_in(i))
+#pragma unroll
+            for (int t = 0; t < TILES; ++t)
+                to[t] = __ldcg((const uint4*)turned + ((patch.in + P::in_of(i)) * TILES + t) * 32 + lane_id());
+    }
+    __device__ __forceinline__ void ask_inputs(const u8* exchange, int step) {
+        if constexpr (AHEAD)
+#pragma unroll
+            for (int i = 0; i < P::IN_TURNS; ++i) load(exchange, step, i, inputs[i]);
+    }
+    __device__ __forceinline__ void stage_errors(const u8* exchange, int step, int scratch) const {
+        const u8* turned = exchange + FIXED(error_turned_at(L + 1)) + (step & 1) * MATRIX_BYTES<L + 1>;
+        constexpr int EACH = TILES * 32;
+        if (patch.exists)
+            for (int i = threadIdx.x; i < P::OUT * EACH; i += BLOCK_THREADS)
+                if (patch.out + i / EACH < DEPTH<L + 1>)
+                    copy_async(shared<uint4>(SCRATCH_AT + scratch) + i, (const uint4*)turned + patch.out * EACH + i, true);
+        copy_commit();
+    }
+    // Returns whether a new weight is large, or with a limit a sum is not below it.
+    __device__ __forceinline__ bool update(u8* exchange, const Update& update, int scratch) {
+        Hyper h = *update.hyper;
+        h.scale = update.scale;
+        bool found = false;
+#pragma unroll
+        for (int i = 0; i < P::IN_TURNS; ++i) {
+            if (!patch.has_in(i)) break;
+            uint4(&a)[TILES] = inputs[AHEAD ? i : 0];
+            if (!AHEAD) load(exchange, update.step, i, a);
+#pragma unroll 1
+            for (int j = 0; j < P::OUT_TURNS; ++j) {
+                if (!patch.has_out(j)) break;
+                const uint4* errors = shared<uint4>(SCRATCH_AT + scratch) + P::out_of(j) * TILES * 32 + lane_id();
+                float4 sum[2] = {zeros(), zeros()};
+#pragma unroll
+                for (int t = 0; t < TILES; ++t) {
+                    const uint4 e = errors[t * 32], e_turned = make_uint4(e.x, e.z, e.y, e.w);
+                    multiply(sum[0], e_turned, a[t].x, a[t].y);
+                    multiply(sum[1], e_turned, a[t].z, a[t].w);
+                }
+                if (update.limit != 0.f) {
+                    found |= beyond(sum[0], update.limit) || beyond(sum[1], update.limit);
+                    continue;
+                }
+                float4* state = P::state(i, j);
+                float4 w[2];
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    float4 v[STATES];
+#pragma unroll
+                    for (int s = 0; s < STATES; ++s) v[s] = state[(2 * s + half) * 32];
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        States one;
+#pragma unroll
+                        for (int s = 0; s < STATES; ++s) one.v[s] = component(v[s], e);
+                        one.update(h, component(sum[half], e));
+#pragma unroll
+                        for (int s = 0; s < STATES; ++s) component(v[s], e) = one.v[s];
+                    }
+#pragma unroll
+                    for (int s = 0; s < STATES; ++s) state[(2 * s + half) * 32] = v[s];
+                    w[half] = v[0];
+                    found |= is_large(v[0]);
+                }
+                publish_weights<L>(exchange, update.turn, patch.in + P::in_of(i), patch.out + P::out_of(j), w[0], w[1]);
+            }
         }
-        if (update.limit != 0.f) {
-            found |= !(fabsf(sum) < update.limit);
-            continue;
-        }
-        float* state = shared<float>(FEW_AT) + u;
+        return found;
+    }
+};
+
+// The same for a bias that the block adds, one a thread: the last ones, the others have more to do.
+struct Bias {
+    int place, from, bytes;  // -1: none; sums of its error
+    float parts[TILES];
+
+    __device__ __forceinline__ explicit Bias(const Place& of_block) : place(-1) {
+        if (number() < FEW)
+            for_few(of_block, number(), [&](int, int at, int size) { place = number(), from = at, bytes = size; });
+    }
+    static __device__ __forceinline__ int number() { return BLOCK_THREADS - 1 - threadIdx.x; }
+    __device__ __forceinline__ void ask(const u8* exchange, int step) {
+        const float* sums = (const float*)(exchange + from + (step & 1) * bytes);
+        if (place >= 0)
+#pragma unroll
+            for (int t = 0; t < TILES; ++t) parts[t] = __ldcg(sums + t * (bytes / (4 * TILES)));
+    }
+    __device__ __forceinline__ bool update(const Update& update) {
+        if (place < 0) return false;
+        float sum = parts[0];
+#pragma unroll
+        for (int t = 1; t < TILES; ++t) sum += parts[t];
+        if (update.limit != 0.f) return !(fabsf(sum) < update.limit);
+        Hyper h = *update.hyper;
+        h.scale = update.scale;
+        float* state = shared<float>(FEW_AT) + place;
         States one;
 #pragma unroll
         for (int s = 0; s < STATES; ++s) one.v[s] = state[s * FEW];
         one.update(h, sum);
 #pragma unroll
         for (int s = 0; s < STATES; ++s) state[s * FEW] = one.v[s];
-        if (u < HIDDEN_BIASES) {
-            publish_last_weight(exchange, update.turn, u, one.v[0]);
-            found |= exceeds(one.v[0], LARGE_WEIGHT);
-        }
+        return false;
     }
-    return found;
-}
+};
 
 }  // namespace resident

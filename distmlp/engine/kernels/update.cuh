@@ -5,6 +5,13 @@
 #include "epilogue.cuh"
 #include "peers.cuh"
 
+#ifndef MAX_UPDATE_LAYERS  // a kernel for fewer layers may have little shared memory to spare
+#define MAX_UPDATE_LAYERS MAX_LAYERS
+#endif
+#ifndef APPLY_INLINE  // rarely executed; but a kernel that hands registers around cannot call functions
+#define APPLY_INLINE __noinline__
+#endif
+
 struct Progress {  // the same in every block, at every moment between two barriers
     u64 step;
     u32 skipped;
@@ -76,7 +83,7 @@ __device__ __forceinline__ double sum_of_blocks(const double* partials) {
 // LAMB: directions to the gradient buffer, block sums of |parameter|^2 and |direction|^2 of every tensor; after the
 // barrier every block knows every tensor's trust ratio and takes its share of the step.
 __device__ __forceinline__ void update_lamb(const Hyper& h, GridBarrier& barrier) {
-    __shared__ float trust[2 * MAX_LAYERS];
+    __shared__ float trust[2 * MAX_UPDATE_LAYERS];
     double* partials = ENGINE.norm_partials + gridDim.x;
     const auto direct = [&](i64 at, double& size, double& length) {
         const float p = ENGINE.parameters[at];
@@ -139,7 +146,7 @@ __device__ __forceinline__ void update_plain(const Hyper& h) {
 }
 
 // Apply what lies in the gradient buffer as step `s` of the table. The caller puts a barrier behind it.
-__device__ __noinline__ void apply_gradient(int s, GridBarrier& barrier, Progress& progress) {
+__device__ APPLY_INLINE void apply_gradient(int s, GridBarrier& barrier, Progress& progress) {
     __shared__ Hyper hyper;
     Flags& flags = ENGINE.control->flags[s & 1];
     const float* tally = ENGINE.gradient + ENGINE.size;

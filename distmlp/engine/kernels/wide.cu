@@ -63,7 +63,7 @@ __device__ __forceinline__ void train_step(
     }
 
     const bool direct =
-        OPTIMIZER != LAMB && !ENGINE.needs_norm && !ENGINE.deferred && surely_finite(flags, rows);
+        OPTIMIZER != LAMB && !ENGINE.needs_norm && !ENGINE.deferred && surely_finite(flags, flags.output[0], flags.weight, rows);
     if (direct) {
         ++progress.step;
         if (threadIdx.x == 0) set_hyper(hyper, info.rate, 1.f / flags.weight, progress.step);

@@ -1,19 +1,7 @@
 // Weight and bias gradients of all layers in one phase, with the update where that is possible.
 #pragma once
+#include "magnitudes.cuh"
 #include "wide_output.cuh"
-
-// True in every block or in none: no gradient of this step can be NaN or too large, as told from the magnitudes.
-__device__ __forceinline__ bool surely_finite(const Flags& flags, int rows) {
-    bool sure = true;
-    const float largest = fminf(largest_sum(flags.weight), 1e38f);
-    for (int l = threadIdx.x; l < ENGINE.layers; l += THREADS) {
-        const float product = __uint_as_float(flags.output[l]) * __uint_as_float(flags.error[l]) * (float)rows;
-        const float sum = __uint_as_float(flags.error[l]) * (float)rows;
-        sure = sure && product < largest && sum < largest;
-    }
-    sure = sure && __uint_as_float(flags.loss) * 1e6f < 1e38f && is_finite(flags.weight) && flags.weight != 0.f;
-    return __syncthreads_and(sure);
-}
 
 // Adds the splits of a weight-gradient tile in their order; true in the block that came last, which then holds the sum.
 __device__ __forceinline__ bool add_splits(Gradient& product, const Layer& layer, int tile, int split) {

@@ -1,0 +1,127 @@
+// Hopper's bulk copies and the barriers that they report to, and the form in which matrices lie for them.
+#pragma once
+#include "mma.cuh"
+
+// A matrix in blocks of 64 columns, one behind the other; a row of a block is 128 bytes, and the eight 16-byte chunks
+// of a row change places with the row's number as `wgmma` reads them (PTX ISA, 128-byte swizzle). A tile of a stage
+// is then one contiguous piece of memory a block. `rows` are padded to whole tiles.
+struct Blocked {
+    u8* base;
+    i64 block_bytes;  // rows * 128
+    int blocks;       // of 64 columns
+
+    __device__ __forceinline__ u8* at(int row, int block) const { return base + block * block_bytes + (i64)row * 128; }
+    // Place of elements (row, column) on, to the end of their 16-byte chunk.
+    __device__ __forceinline__ u8* place(int row, int column) const {
+        return at(row, column >> 6) + ((column >> 3 ^ row) & 7) * 16 + (column & 7) * 2;
+    }
+};
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {  // arrives, too
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Arrives at a barrier of any block of the cluster where `really`; no branch, for use between asynchronous products.
+// The plain form: with `.release.cluster` every arrival is a fence of the whole GPU.
+__device__ __forceinline__ void barrier_arrive(u32 barrier, bool really) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %1, 0; @p mbarrier.arrive.shared::cluster.b64 _, [%0]; }" ::"r"(barrier),
+        "r"((int)really)
+        : "memory");
+}
+__device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
+    u32 passed;
+    asm volatile(
+        "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
+        : "=r"(passed)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return passed;
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+        "@!p bra again; }" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ void bulk_load(u32 shared, const void* global, u32 bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+        "l"(global), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+// To the same place of both blocks of the cluster, and their barriers.
+__device__ __forceinline__ void bulk_load_both(u32 shared, const void* global, u32 bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
+            shared),
+        "l"(global), "r"(bytes), "r"(barrier), "h"((u16)3)
+        : "memory");
+}
+__device__ __forceinline__ u32 rank_in_cluster() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// Where another block of the cluster has what lies at `shared` here.
+__device__ __forceinline__ u32 address_at(u32 shared, u32 rank) {
+    u32 address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+    return address;
+}
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;" ::
+            : "memory");
+}
+// Between plain accesses and the asynchronous ones of copies and products.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+__device__ __forceinline__ u32 load_acquire(const u32* where) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(where) : "memory");
+    return value;
+}
+__device__ __forceinline__ void add_release(u32* where, u32 value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(where), "r"(value) : "memory");
+}
+// Adds one at `counter` in shared memory, behind everything that the warp has stored. Where not `really`, does nothing; no
+// branch.
+__device__ __forceinline__ void tell_stores(u32 counter, bool really) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %1, 0;\n"
+        "@p red.release.cta.shared::cta.add.u32 [%0], 1; }" ::"r"(counter),
+        "r"((int)really)
+        : "memory");
+}
+__device__ __forceinline__ u32 load_acquire_shared(u32 where) {
+    u32 value;
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(where) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
+                 : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(u32 address, u32 (&r)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+__device__ __forceinline__ void load_matrices(u32 address, u32 (&r)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}

@@ -1,0 +1,274 @@
+// Forward and backward tiles of the bulk kernel: what becomes of the products.
+#pragma once
+#include "bulk_store.cuh"
+#include "losses.cuh"
+
+// What the tiles of a step share.
+struct StepView {
+    const Raw& raw;
+    const StepInfo& info;
+    Flags& flags;
+    double* losses;  // parts of the loss, one a warp of an output tile
+
+    __device__ __forceinline__ float weight(i64 raw_row) const { return raw.weights ? raw.weights[raw_row] : 1.f; }
+};
+
+// Biases as what products are added to. Tensors are padded to whole 128 bytes, so pairs may be read as one.
+__device__ __forceinline__ void start_with_biases(float (&c)[WIDEST / 2], const Layer& layer, int n0) {
+    const float* bias = ENGINE.parameters + layer.bias_offset;
+#pragma unroll
+    for (int j = 0; j < BULK_N / 8; ++j) {
+        const int column = n0 + j * 8 + (threadIdx.x & 3) * 2;
+        const float2 pair = column < layer.fan_out ? *(const float2*)(bias + column) : make_float2(0.f, 0.f);
+        c[j * 4] = c[j * 4 + 2] = pair.x;
+        c[j * 4 + 1] = c[j * 4 + 3] = pair.y;
+    }
+}
+
+// Signs of the outputs of a tile, as the threads have them: one bit each, set where the output is positive.
+__device__ __forceinline__ u32* signs_of_tile(int l, int m0, int n0) {
+    const int across = (LAYER(l).fan_out + BULK_N - 1) / BULK_N;
+    return near_matrices[l].signs + (m0 / TILE_M * across + n0 / BULK_N) * (i64)(SIGN_WORDS * CONSUMERS) + threadIdx.x;
+}
+
+// Columns beyond the layer meet weights that are zero, rows beyond the batch become zero.
+__device__ __forceinline__ void hidden_outputs(
+    const float (&c)[WIDEST / 2], Staging& staging, const StepView& step, int l, int m0, int n0) {
+    const Matrices& to = near_matrices[l];
+    const Fragment at(m0, step.info.rows);
+    const int kind = hidden_activation(LAYER(l)), row0 = m0 + at.warp * 16;
+    const u32 masks[2] = {at.mask(0), at.mask(1)};
+    Largest largest;
+    u32* signs = signs_of_tile(l, m0, n0);
+#pragma unroll
+    for (int block = 0; block < COLUMN_BLOCKS; ++block) {
+        if (n0 + block * 64 >= to.output.blocks * 64) break;
+        u32 packed[16], slopes[16], sign = 0;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {  // group i / 2, row i % 2
+            const float* z = c + (block * 16 + i) * 2;
+            if (HIDDEN_ACTIVATION == RELU) {
+                packed[i] = pack_relu(z[0], z[1]);
+            } else {
+                float slope_x, slope_y;
+                const float x = activate(kind, z[0], slope_x), y = activate(kind, z[1], slope_y);
+                packed[i] = pack_pair(x, y);
+                slopes[i] = pack_pair(slope_x, slope_y);
+            }
+            packed[i] &= masks[i % 2];
+            if (TELLS_BY_SIGN) sign = add_signs(sign, packed[i]);
+            largest.see(packed[i]);
+        }
+        if (TELLS_BY_SIGN) __stcg(signs + block * CONSUMERS, sign);
+        staging.put(packed, to.output.at(row0, n0 / 64 + block));
+        if (stores_slope(kind)) staging.put(slopes, to.error.at(row0, n0 / 64 + block));
+    }
+    largest.tell(&step.flags.output[l + 1]);
+}
+
+// Slopes of a block of hidden outputs, where they are not told by signs: from the outputs, or from where the errors
+// will lie.
+struct StoredSlopes {
+    const Blocked& known;
+    int row0, block0;
+    uint4 chunks[4];
+
+    __device__ __forceinline__ void load(int block) {
+        const uint4* from = (const uint4*)known.at(row0, min(block0 + block, known.blocks - 1)) + (threadIdx.x & 31);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) chunks[i] = __ldcg(from + i * 32);
+    }
+    __device__ __forceinline__ void put(const Staging& staging) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(
+                             staging.own + staging.next + i * 512),
+                         "r"(chunks[i].x), "r"(chunks[i].y), "r"(chunks[i].z), "r"(chunks[i].w)
+                         : "memory");
+        __syncwarp();
+    }
+};
+
+// Errors of layer l - 1 from the products E_l W_l'. `signs`: of that layer's outputs. Columns beyond the layer are zero,
+// their weights are.
+__device__ __forceinline__ void hidden_errors(
+    const float (&c)[WIDEST / 2], const u32 (&signs)[SIGN_WORDS], Staging& staging, const StepView& step, int l, int m0,
+    int n0) {
+    const Matrices& to = near_matrices[l - 1];
+    const Fragment at(m0, step.info.rows);
+    const int kind = hidden_activation(LAYER(l - 1)), row0 = m0 + at.warp * 16;
+    const u32 masks[2] = {at.mask(0), at.mask(1)};
+    StoredSlopes stored = {stores_slope(kind) ? to.error : to.output, row0, n0 / 64};
+    if (!TELLS_BY_SIGN) stored.load(0);
+    float* sums = to.sums + (i64)(row0 / 16) * to.error.blocks * 64 + n0;
+    Largest largest;
+#pragma unroll
+    for (int block = 0; block < COLUMN_BLOCKS; ++block) {
+        if (n0 + block * 64 >= to.error.blocks * 64) break;
+        if (!TELLS_BY_SIGN) {
+            stored.put(staging);
+            if (block + 1 < COLUMN_BLOCKS) stored.load(block + 1);
+        }
+        u32 packed[16];
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+            u32 slopes[4];
+            if (!TELLS_BY_SIGN) load_matrices(staging.address(pair), slopes);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const int i = pair * 4 + k;  // group i / 2, row i % 2
+                const float* z = c + (block * 16 + i) * 2;
+                if (HIDDEN_ACTIVATION == RELU) {
+                    packed[i] = pack_pair(z[0], z[1]) & mask_of_signs(signs[block], i);
+                } else if (TELLS_BY_SIGN) {
+                    packed[i] = pack_pair(
+                        z[0] * (signs[block] & 1u << i ? 1.f : LEAKY_SLOPE),
+                        z[1] * (signs[block] & 0x10000u << i ? 1.f : LEAKY_SLOPE));
+                } else {
+                    const float kx = __uint_as_float(slopes[k] << 16), ky = __uint_as_float(slopes[k] & 0xffff0000u);
+                    packed[i] = pack_pair(
+                        z[0] * (stores_slope(kind) ? kx : slope_of_output(kind, kx)),
+                        z[1] * (stores_slope(kind) ? ky : slope_of_output(kind, ky)));
+                }
+                packed[i] &= masks[i % 2];
+                largest.see(packed[i]);
+            }
+        }
+        if (!TELLS_BY_SIGN) __syncwarp();
+        put_errors(staging, packed, to.error.at(row0, n0 / 64 + block), sums + block * 64);
+    }
+    largest.tell(&step.flags.error[l - 1]);
+}
+
+// Softmax cross-entropy of the two rows: logits in `c` become errors; a tile has all classes.
+__device__ __forceinline__ float softmax_errors(
+    float (&c)[WIDEST / 2], const StepView& step, const Layer& layer, const Fragment& at, int half, i64 raw_row) {
+    const int classes = layer.fan_out;
+    const float weight = at.inside[half] ? step.weight(raw_row) : 0.f;
+    const int label = LABELS && at.inside[half] ? step.raw.labels[raw_row] : 0;
+    const float* targets = LABELS ? nullptr : step.raw.targets + raw_row * classes;
+    const auto of_quad = [](float x) { return x + __shfl_xor_sync(~0u, x, 1); };
+    const auto quad_sum = [&](float x) { x = of_quad(x); return x + __shfl_xor_sync(~0u, x, 2); };
+    float largest = -__int_as_float(0x7f800000);
+#pragma unroll
+    for (int i = 0; i < BULK_N / 4; ++i) {
+        const int column = at.column(i / 2) + i % 2;
+        if (column < classes) largest = fmaxf(largest, c[i / 2 * 4 + half * 2 + i % 2]);
+    }
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    float total = 0.f, mass = 0.f, inner = 0.f;
+#pragma unroll
+    for (int i = 0; i < BULK_N / 4; ++i) {
+        const int column = at.column(i / 2) + i % 2;
+        if (column >= classes) continue;
+        const float shifted = c[i / 2 * 4 + half * 2 + i % 2] - largest;
+        total += expf(shifted);
+        const float target = LABELS ? (column == label ? 1.f : 0.f) : at.inside[half] ? targets[column] : 0.f;
+        mass += target;
+        inner += target != 0.f ? target * shifted : 0.f;
+    }
+    total = quad_sum(total);
+    inner = quad_sum(inner);
+    mass = quad_sum(mass);
+    if (LABELS && (label < 0 || label >= classes)) mass = __int_as_float(0x7fc00000);
+    const float scale = mass / total;
+#pragma unroll
+    for (int i = 0; i < BULK_N / 4; ++i) {
+        const int column = at.column(i / 2) + i % 2;
+        float& z = c[i / 2 * 4 + half * 2 + i % 2];
+        if (column >= classes) continue;
+        const float target = LABELS ? (column == label ? 1.f : 0.f) : at.inside[half] ? targets[column] : 0.f;
+        z = weight * (expf(z - largest) * scale - target);
+    }
+    return at.inside[half] && (at.lane & 3) == 0 ? weight * (mass * logf(total) - inner) : 0.f;
+}
+
+// What an output tile needs from outside. WHOLE: all its rows and columns exist, and columns come in pairs.
+template <bool WHOLE>
+struct Outside {
+    i64 rows[2];              // raw, of the thread's two
+    const float* targets[2];  // of them, at the thread's first column
+    int columns;              // that there are from that one on
+    float2 pairs[8];          // targets of four groups of columns in the two rows
+
+    __device__ __forceinline__ Outside(const StepView& step, const Layer& layer, int m0, int n0) {
+        const Fragment at(m0, step.info.rows);
+        columns = layer.fan_out - n0 - at.column(0);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            rows[half] = WHOLE || at.inside[half] ? raw_row(step.raw, step.info.first + at.row + half * 8) : 0;
+            targets[half] = LABELS ? nullptr : step.raw.targets + rows[half] * layer.fan_out + n0 + at.column(0);
+        }
+        if (LOSS != SOFTMAX_CROSS_ENTROPY) load(0);
+    }
+    __device__ __forceinline__ void load(int part) {  // 32 columns
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int column = part * 32 + i / 2 * 8;
+            const float* from = targets[i % 2] + column;
+            if (WHOLE) pairs[i] = *(const float2*)from;
+            else pairs[i] = make_float2(column < columns ? from[0] : 0.f, column + 1 < columns ? from[1] : 0.f);
+        }
+    }
+};
+
+// Loss and errors of the output layer.
+template <bool WHOLE>
+__device__ __forceinline__ void output_errors(
+    float (&c)[WIDEST / 2], Outside<WHOLE>& outside, Staging& staging, const StepView& step, int m0, int n0) {
+    const int l = ENGINE.layers - 1;
+    const Layer& layer = LAYER(l);
+    const Matrices& to = near_matrices[l];
+    const Fragment at(m0, step.info.rows);
+    const int row0 = m0 + at.warp * 16;
+    float losses[2] = {};
+    if (LOSS == SOFTMAX_CROSS_ENTROPY)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) losses[half] = softmax_errors(c, step, layer, at, half, outside.rows[half]);
+    Largest largest;
+    const float share = 1.f / (float)layer.fan_out;
+    const float weights[2] = {
+        WHOLE || at.inside[0] ? step.weight(outside.rows[0]) * share : 0.f,
+        WHOLE || at.inside[1] ? step.weight(outside.rows[1]) * share : 0.f};
+    const u32 masks[2] = {at.mask(0), at.mask(1)};
+    float* sums = to.sums + (i64)(row0 / 16) * to.error.blocks * 64 + n0;
+    u32 packed[16];
+#pragma unroll
+    for (int part = 0; part < COLUMN_BLOCKS * 2; ++part) {  // 32 columns each
+        if (n0 + part / 2 * 64 >= to.error.blocks * 64) break;
+        float2 wanted[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) wanted[i] = outside.pairs[i];
+        if (LOSS != SOFTMAX_CROSS_ENTROPY && part + 1 < COLUMN_BLOCKS * 2) outside.load(part + 1);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {  // group i / 2, row i % 2
+            const int count = WHOLE ? 2 : outside.columns - part * 32 - i / 2 * 8;
+            const float* z = c + (part * 8 + i) * 2;
+            float v[2] = {z[0], z[1]};
+            if (LOSS != SOFTMAX_CROSS_ENTROPY)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float of_activation, of_loss;
+                    const float y = activate(OUTPUT_ACTIVATION, z[e], of_activation);
+                    const float own = output_loss(y, e ? wanted[i].y : wanted[i].x, ENGINE.huber_delta, of_loss);
+                    if (count > e) losses[i % 2] += own;
+                    v[e] = weights[i % 2] * of_loss * of_activation;
+                }
+            const u32 pair = WHOLE ? pack_pair(v[0], v[1])
+                                   : pack_pair(count > 0 ? v[0] : 0.f, count > 1 ? v[1] : 0.f) & masks[i % 2];
+            packed[(part & 1) * 8 + i] = pair;
+            largest.see(pair);
+        }
+        if (part & 1) put_errors(staging, packed, to.error.at(row0, n0 / 64 + part / 2), sums + part / 2 * 64);
+    }
+    largest.tell(&step.flags.error[l]);
+    const float loss = LOSS == SOFTMAX_CROSS_ENTROPY ? losses[0] + losses[1]
+                                                     : weights[0] * losses[0] + weights[1] * losses[1];
+    const double sum = warp_sum((double)loss);
+    if (at.lane == 0) {
+        const int across = (layer.fan_out + BULK_N - 1) / BULK_N;
+        step.losses[(m0 / TILE_M * across + n0 / BULK_N) * CONSUMER_WARPS + at.warp] = sum;
+        atomicMax(&step.flags.loss, magnitude_bits((float)sum));
+    }
+}

@@ -1,0 +1,153 @@
+// The main loop of the bulk kernel: one thread fills a ring of stages by bulk copies, two warpgroups multiply.
+// Two blocks, a cluster, work on tiles one above the other; each fetches half of B for both.
+#pragma once
+#include "bulk_copy.cuh"
+#include "wgmma.cuh"
+
+#define TILE_M 128       // rows of a tile: 64 a warpgroup
+#define STAGES BULK_STAGES
+#define CONSUMERS 256    // threads that multiply
+#define HELPERS 128      // behind them: a thread that copies, and three warps for what comes from outside
+#define BULK_THREADS (CONSUMERS + HELPERS)
+#define CONSUMER_WARPS 8
+#define PIECE 8192       // bytes of 64 rows of a block
+
+__host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int WIDEST = larger(BULK_N, BULK_GRADIENT_N);
+constexpr int STAGE_BYTES = (TILE_M + WIDEST) * 128;
+constexpr int STAGING_BYTES = 2048;  // 16 rows of a block: what a warp has of it
+constexpr int STAGING_AT = STAGES * STAGE_BYTES, BARRIERS_AT = STAGING_AT + CONSUMER_WARPS * 2 * STAGING_BYTES;
+constexpr int SHARED_BYTES = BARRIERS_AT + 2 * STAGES * 8;
+
+// One side's place in the ring.
+struct Ring {
+    u32 base, rank;
+    int slot;
+    u32 parity;
+
+    __device__ __forceinline__ u32 stage() const { return base + slot * STAGE_BYTES; }
+    __device__ __forceinline__ u32 full(int s) const { return base + BARRIERS_AT + s * 8; }
+    __device__ __forceinline__ u32 empty(int s) const { return base + BARRIERS_AT + (STAGES + s) * 8; }
+    __device__ __forceinline__ void advance() {
+        const bool wrap = slot + 1 == STAGES;
+        slot = wrap ? 0 : slot + 1;
+        parity ^= wrap;
+    }
+};
+
+__device__ __forceinline__ void open_ring(const Ring& ring) {
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_init(ring.full(s), 1);
+            barrier_init(ring.empty(s), 2 * CONSUMER_WARPS);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_async();
+    }
+    cluster_sync();
+}
+
+// Where an operand's stages come from: COUNT pieces of `bytes` each, `jump` apart up to the last that exists, every
+// stage `step` further on.
+struct Source {
+    const u8* base;
+    i64 step, jump;
+    int last;  // number of the last piece that exists
+};
+__device__ __forceinline__ Source rows_of(const Blocked& m, int row) {  // rows from `row` on, blocks in turn
+    return {m.at(row, 0), m.block_bytes, 0, 0};
+}
+__device__ __forceinline__ Source blocks_of(const Blocked& m, int row, int block) {  // rows from `row` on in turn
+    return {m.at(row, block), PIECE, m.block_bytes, m.blocks - 1 - block};
+}
+
+// All stages of a tile; of B this block fetches its half for both. ROWS: an operand's tile is one piece, else one piece
+// for every 64 columns.
+template <int N, bool A_ROWS, bool B_ROWS>
+__device__ __forceinline__ void fill(Ring& ring, Source a, Source b, int steps) {
+    constexpr int HALF = N * 64;  // bytes
+    const int first = ring.rank * (N / 128);  // piece of this half; with 64 columns there are two of half a piece
+    b.base += B_ROWS ? ring.rank * HALF : N == 64 ? ring.rank * HALF : 0;
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+        barrier_wait(ring.empty(ring.slot), ring.parity ^ 1);
+        const u32 full = ring.full(ring.slot), to = ring.stage(), to_b = to + TILE_M * 128 + ring.rank * HALF;
+        barrier_expect(full, (TILE_M + N) * 128);
+        if (A_ROWS) bulk_load(to, a.base, TILE_M * 128, full);
+        else
+#pragma unroll
+            for (int j = 0; j < TILE_M / 64; ++j) bulk_load(to + j * PIECE, a.base + min(j, a.last) * a.jump, PIECE, full);
+        if (B_ROWS || N == 64) bulk_load_both(to_b, b.base, HALF, full);
+        else
+#pragma unroll
+            for (int j = 0; j < N / 128; ++j)
+                bulk_load_both(to_b + j * PIECE, b.base + min(first + j, b.last) * b.jump, PIECE, full);
+        a.base += a.step;
+        b.base += b.step;
+        ring.advance();
+    }
+}
+
+// Matrix descriptor of an operand; DEEP: its rows run along the depth.
+template <bool DEEP>
+__device__ __forceinline__ u64 describe(u32 at) {
+    return (u64)((at & 0x3ffff) >> 4) | (u64)(DEEP ? 1 : PIECE / 16) << 16 | (u64)(1024 / 16) << 32 | 1ull << 62;
+}
+
+// What a warp has to tell about the tile before; see announce_chain in bulk.cu.
+struct Announcement {
+    u32 counter;  // of warps' tiles, in shared memory
+    bool due;
+
+    __device__ __forceinline__ void add() {
+        __syncwarp();
+        due = true;
+    }
+    __device__ __forceinline__ void make() {
+        tell_stores(counter, due && (threadIdx.x & 31) == 0);
+        due = false;
+    }
+};
+
+// Until the first stage of a tile is there. It may wait for what the last tile has to announce; else that may wait for
+// its stores.
+__device__ __forceinline__ void await_tile(const Ring& ring, Announcement& before) {
+    if (before.due && !barrier_passed(ring.full(ring.slot), ring.parity)) before.make();
+    barrier_wait(ring.full(ring.slot), ring.parity);
+}
+
+// c += A B over `steps` >= 1 stages, in the layout of wgmma: warp w has rows 16 w to 16 w + 15 of the tile.
+template <int N, bool A_ROWS, bool B_ROWS>
+__device__ __forceinline__ void multiply(float (&c)[WIDEST / 2], Ring& ring, int steps, Announcement& before) {
+    const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), lane = threadIdx.x & 31;
+    const u32 empty = address_at(ring.empty(0), lane & 1);  // lanes 0 and 1 tell both blocks
+    await_tile(ring, before);
+    int step = 0, previous = 0;
+    do {
+        barrier_wait(ring.full(ring.slot), ring.parity);
+        const u64 a = describe<A_ROWS>(ring.stage() + group * 64 * 128);
+        const u64 b = describe<B_ROWS>(ring.stage() + TILE_M * 128);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            narrow::Wgmma<N / 8>::template ss<!A_ROWS, !B_ROWS>(c, a + k * (A_ROWS ? 2 : 128), b + k * (B_ROWS ? 2 : 128));
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        tell_stores(before.counter, before.due && lane == 0 && step == 0);
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        barrier_arrive(empty + previous * 8, lane < 2 && step > 0);
+        previous = ring.slot;
+        ring.advance();
+    } while (++step < steps);
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    barrier_arrive(empty + previous * 8, lane < 2);
+    before.due = false;
+}
+
+// A barrier of those that multiply.
+__device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+
+template <int N>
+__device__ __forceinline__ void clear(float (&c)[WIDEST / 2]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) c[i] = 0.f;
+}

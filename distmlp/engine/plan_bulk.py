@@ -1,0 +1,144 @@
+"""The bulk kernel: large networks on Hopper, tiles filled by bulk copies. Pure.
+
+The sums here are computed again in kernels/bulk_ring.cuh and bulk_store.cuh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from distmlp.engine.plan_task import Buffer, Device, Task, aligned
+
+CAPABILITY = 90  # its machine code is for this alone
+TILE_M = 128
+WIDTHS_OF_TILES = (256, 128, 64)
+MAX_LAYERS = 12
+MAX_SPLITS = 16
+THREADS, CONSUMER_WARPS = 384, 8
+CLUSTER = 2  # blocks, with tiles one above the other
+STATIC_BYTES = 2048  # that the kernel declares itself
+STAGING_BYTES = CONSUMER_WARPS * 2 * 2048
+
+# Clocks of a multiprocessor, of an H200: the product of a stage 64 columns wide, bytes a clock that come in from L2,
+# what a tile and 64 columns of its results take besides, what a tile waits for those before it where all run at once,
+# and what handing over a share of the batch costs.
+_PRODUCT, _BYTES, _TILE, _RESULTS, _LATENCY, _SHARE = 256, 28, 600, 400, 2500, 3000
+
+
+@dataclass(frozen=True)
+class BulkPlan:
+    """Launch shape of the bulk kernel."""
+
+    widths: tuple[int, ...]
+    rows: int  # that the matrices have
+    raw_type: str
+    blocks: int
+    n: int  # columns of a tile, forward and backward
+    gradient_n: int  # and of a weight gradient
+    splits: int  # of the batch in the weight gradients
+    stages: int
+
+    pays: bool  # at this size
+
+    name, path, source, entry = "bulk", "wide", "bulk.cu", "bulk_steps"
+    cluster = CLUSTER
+    batch_rows = 0
+    threads = THREADS
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * stage_bytes(max(self.n, self.gradient_n)) + STAGING_BYTES + 16 * self.stages
+
+    def macros(self) -> dict[str, str]:
+        return {
+            "RAW_TYPE": f"RAW_{self.raw_type[0].upper()}{8 * int(self.raw_type[1:])}",
+            "BULK_N": str(self.n),
+            "BULK_GRADIENT_N": str(self.gradient_n),
+            "BULK_STAGES": str(self.stages),
+            "BULK_SPLITS": str(self.splits),
+            "BULK_ROWS": str(self.rows),
+        }
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        pairs = list(pairwise(self.widths))
+        row_blocks, phases = self.rows // TILE_M, 2 * len(pairs) - 1
+        outputs = sum(aligned(fan_out, 64) for _, fan_out in pairs)
+        widest = max(self.n, self.gradient_n)
+        weights = sum(aligned(fan_in, widest) * aligned(fan_out, 64) for fan_in, fan_out in pairs)
+        tiles = CLUSTER * sum(-(-i // (CLUSTER * TILE_M)) * -(-o // self.gradient_n) for i, o in pairs)
+        shares = tiles * self.splits if self.splits > 1 else self.blocks
+        return (
+            Buffer("bulk_rows", 4 * self.rows * (aligned(self.widths[0], 64) + outputs)),
+            Buffer("bulk_weights", 2 * weights),
+            Buffer("bulk_sums", 4 * self.rows // 16 * outputs),
+            Buffer("bulk_signs", row_blocks * sum(-(-o // self.n) for _, o in pairs) * TILE_M * self.n // 8),
+            Buffer("bulk_losses", 8 * row_blocks * -(-self.widths[-1] // self.n) * CONSUMER_WARPS),
+            Buffer("bulk_row_weights", 8 * 2 * (self.rows // 32)),
+            Buffer("bulk_partials", shares * TILE_M * self.gradient_n * 4),
+            Buffer("bulk_words", 4 * (8 + 2 * phases * row_blocks + tiles), zeroed=True),
+        )
+
+
+def plan_bulk(task: Task, device: Device) -> BulkPlan | None:
+    """The launch for `task`, or None where the device is another or a tile has not all classes."""
+    widths, rows = task.network.widths, max(1, task.rows)
+    pairs = list(pairwise(widths))
+    if task.ranks > 1 or task.precision != "bf16" or device.capability != CAPABILITY or len(pairs) > MAX_LAYERS:
+        return None
+    blocks = device.multiprocessors // CLUSTER * CLUSTER
+    least = aligned(widths[-1], 64) if task.loss == "softmax_cross_entropy" else 64  # whole rows of classes
+    fitting = [n for n in WIDTHS_OF_TILES if n >= least]
+    if not fitting:
+        return None
+    n = min(fitting, key=lambda n: chain_clocks(pairs, rows, n, blocks))
+    gradient_n, splits = min(
+        ((n, splits) for n in WIDTHS_OF_TILES for splits in range(1, MAX_SPLITS + 1)),
+        key=lambda choice: gradient_clocks(pairs, rows, choice[0], choice[1], blocks),
+    )
+    room = device.shared_bytes - STATIC_BYTES - STAGING_BYTES
+    stages = min(8, room // (stage_bytes(max(n, gradient_n)) + 16))
+    if stages < 3:
+        return None
+    return BulkPlan(
+        widths,
+        aligned(rows, CLUSTER * TILE_M),
+        task.raw_type,
+        blocks,
+        n,
+        gradient_n,
+        splits,
+        stages,
+        # Measured on an H200: ahead of the general kernel once all clusters have a tile of a layer.
+        4 * -(-rows // (CLUSTER * TILE_M)) * -(-max(widths) // 256) >= 3 * blocks // CLUSTER,
+    )
+
+
+def stage_bytes(n: int) -> int:
+    return (TILE_M + n) * 128
+
+
+def stage_clocks(n: int) -> float:
+    return max(_PRODUCT * n / 64, (TILE_M + n / CLUSTER) * 128 / _BYTES)
+
+
+def chain_clocks(pairs: Sequence[tuple[int, int]], rows: int, n: int, blocks: int) -> float:
+    """Estimated time of all forward and backward tiles with `n` columns."""
+    row_blocks = CLUSTER * -(-rows // (CLUSTER * TILE_M))
+    clocks = 0.0
+    for depth, columns in [*pairs, *((fan_out, fan_in) for fan_in, fan_out in pairs[1:])]:
+        tiles = row_blocks * -(-columns // n)
+        a_tile = _TILE + -(-depth // 64) * stage_clocks(n) + _RESULTS * n / 64
+        rounds = tiles / blocks
+        clocks += a_tile * max(rounds, 1.0) + (_LATENCY if rounds < 2 else 0.0)
+    return clocks
+
+
+def gradient_clocks(pairs: Sequence[tuple[int, int]], rows: int, n: int, splits: int, blocks: int) -> float:
+    """Estimated time of all weight gradients with tiles of `n` columns and the batch in `splits` shares."""
+    tiles = CLUSTER * sum(-(-fan_in // (CLUSTER * TILE_M)) * -(-fan_out // n) for fan_in, fan_out in pairs)
+    stages = -(-rows // 64)
+    share = -(-stages // splits) * stage_clocks(n) + _TILE + (_SHARE if splits > 1 else 0)
+    update = 8.0 * _RESULTS * n / 64 / splits
+    return -(-tiles * splits // blocks) * (share + update)

@@ -1,0 +1,148 @@
+"""The bulk kernel: steps against the float64 reference, bits that repeat, faults, and the flat-gradient path."""
+
+from __future__ import annotations
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from gpu.cases import Case, error, rates
+from gpu.test_runs import bits, epochs
+from gpu.test_steps import check
+
+from distmlp.engine.device import find_obstacle
+from distmlp.engine.layout import ACTIVATIONS
+
+
+def _is_hopper() -> bool:
+    from distmlp.engine.fused_state import describe_device
+
+    return not find_obstacle() and describe_device()[1] == 90
+
+
+pytestmark = pytest.mark.skipif(not _is_hopper(), reason="the bulk kernel is for compute capability 9.0")
+
+BASE = Case(precision="bf16", kernel="bulk", batch=300, limit=1.5, widths=(40, 130, 70))
+LARGE = BASE.but(widths=(256, 512, 512, 96), activation="relu", optimizer="adam", batch=2048, batches=3)
+SOFTMAX = BASE.but(loss="softmax_cross_entropy", widths=(40, 130, 10))
+KINDS = [
+    *(BASE.but(activation=a) for a in ACTIVATIONS if a != "identity"),
+    BASE.but(widths=(12, 16, 24, 16, 3), activation=("gelu", "relu", "tanh"), limit=2.0),
+    *(BASE.but(output_activation=a) for a in ("sigmoid", "sine")),
+    *(BASE.but(loss=loss, widths=(17, 133, w)) for loss in ("huber", "binary_cross_entropy") for w in (1, 7)),
+    BASE.but(loss="mae", widths=(17, 33, 7), limit=3.0),  # signs turn where an error is about zero
+    *(SOFTMAX.but(labels=labels, widths=(20, 140, w)) for labels in (True, False) for w in (3, 100)),
+    BASE.but(weights=True, standardize=True, extra=13),
+    SOFTMAX.but(labels=True, weights=True, extra=1, standardize=True),
+]
+OPTIMIZERS = [
+    *(BASE.but(optimizer=o, widths=(8, 140, 3)) for o in ("sgd", "nesterov", "adam", "lamb")),
+    # Its first steps are little but signs; rounding the operands alone, on a CPU, moves the weights by 0.03.
+    BASE.but(optimizer="rmsprop", widths=(8, 140, 3), limit=8.0),
+    *(
+        BASE.but(
+            optimizer="adamw", options={"weight_decay": 0.1, "clip_norm": clip}, run={"ema_decay": 0.9},
+            widths=(8, 140, 3),
+        )
+        for clip in (0.0, 0.05)
+    ),
+]  # fmt: skip
+SHAPES = [
+    BASE.but(widths=widths, batch=batch, activation="softplus")
+    for widths, batch in (
+        ((1, 1), 1), ((1, 3, 1), 3), ((3, 17, 100, 1), 333), ((128, 128, 1), 1000), ((1000, 33, 300), 129),
+        ((256,) * 4, 5000), ((100, 1000, 1000, 2), 1024),
+    )
+]  # fmt: skip
+CASES = [LARGE, LARGE.but(batch=700, batches=4, extra=100)]
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_kinds(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
+def test_optimizers(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_shapes(case: Case) -> None:
+    engine = case.fused()
+    assert engine.plan.kernel == "bulk"
+    engine.close()
+    check(case)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i2", "u8", "f2", "f8"])
+def test_raw_types(dtype: str) -> None:
+    check(BASE.but(dtype=dtype, standardize=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bits_repeat(case: Case) -> None:
+    """500 steps twice, in launches of different length, over memory that held different things."""
+    first, second = case.fused(poison=0xFF), case.fused(poison=0x3C)
+    one, two = epochs(first, case, 500), epochs(second, case, 500, at_once=1)
+    assert one.tobytes() == two.tobytes()
+    assert bits(first) == bits(second)
+
+
+def test_follows_the_general_kernel() -> None:
+    case = CASES[1]
+    bulk, wide = epochs(case.fused(), case, 200), epochs(case.but(kernel="wide").fused(), case, 200)
+    assert bulk[-20:].mean() < 0.8 * bulk[:20].mean()
+    assert np.abs(bulk / wide - 1).max() < 3e-2
+
+
+def test_flat_gradient() -> None:
+    """The path through the gradient buffer gives the same update as the direct one."""
+    direct, flat = BASE.fused(), BASE.but(options={"clip_norm": 1e30}).fused()
+    for engine in (direct, flat):
+        engine.train(0, 0, rates(2))
+    assert error(flat.state().parameters, direct.state().parameters) < 1e-6
+
+
+def test_takes_over_another_state() -> None:
+    """Weight copies of an earlier state are not used."""
+    engine, other = BASE.fused(), BASE.fused()
+    engine.train(0, 0, rates(2))
+    engine.load(BASE.initial())
+    for each in (engine, other):
+        each.train(0, 0, rates(2))
+    assert bits(engine) == bits(other)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["direct", "norm"])
+@pytest.mark.parametrize("where", ["inputs", "targets"])
+def test_stops_before_a_bad_update(where: str, options: dict) -> None:
+    case = CASES[1].but(options=options)
+    rows = case.data()
+    getattr(rows, where)[int(case.order.batch_rows(0, 2, range(4))[5]), 2] = np.nan
+    engine, clean = case.fused(rows=rows), case.fused()
+    report = engine.train(0, 0, rates(4))
+    assert (report.nonfinite, report.steps) == (2, 2)
+    clean.train(0, 0, rates(2))
+    assert bits(engine) == bits(clean)
+
+
+def test_skips_a_bad_batch() -> None:
+    case = CASES[1].but(run={"on_nonfinite": "skip"})
+    rows = case.data()
+    rows.targets[case.order.batch_rows(0, 1, range(4))[0], 0] = np.nan
+    engine = case.fused(rows=rows)
+    report = engine.train(0, 0, rates(4))
+    assert list(np.isnan(report.losses)) == [False, True, False, False]
+    assert (report.skipped, engine.state().step) == (1, 3)
+    assert np.isfinite(engine.state().parameters).all()
+
+
+@hypothesis.settings(max_examples=5, derandomize=True, deadline=None, database=None)
+@hypothesis.given(
+    widths=st.lists(st.sampled_from([1, 2, 15, 17, 64, 65, 129, 300]), min_size=2, max_size=5),
+    batch=st.integers(1, 400),
+    extra=st.integers(0, 5),
+)
+def test_drawn_shapes(widths: list[int], batch: int, extra: int) -> None:
+    check(BASE.but(widths=tuple(widths), batch=batch, extra=min(extra, batch - 1), limit=2.0))
