@@ -15,6 +15,9 @@ import pytest
 
 RECORD = Path(__file__).parent / "record.json"
 FOLDER = str(Path(__file__).parent)
+# With `pytest -n N --dist loadgroup` what one transport is tested with stays together: its ranks start once, and not
+# dozens of ranks share the GPU at a time.
+STARTS_RANKS = ("test_transports", "test_ranks_in_the_field")
 if find_spec("cupy") is None:  # the modules here import the GPU engine
     collect_ignore_glob = ["test_*.py"]
 
@@ -29,6 +32,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ours = [item for item in items if str(item.path).startswith(FOLDER)]
     for item in ours:
         item.add_marker(pytest.mark.gpu)
+        if item.path.stem in STARTS_RANKS:
+            way = item.name.partition("[")[2].partition("-")[0].rstrip("]")
+            item.add_marker(pytest.mark.xdist_group(f"ranks {way}"))
     if ours and (obstacle := _obstacle()):
         for item in ours:
             item.add_marker(pytest.mark.skip(reason=obstacle))
