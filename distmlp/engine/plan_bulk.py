@@ -20,6 +20,7 @@ THREADS, CONSUMER_WARPS = 384, 8
 CLUSTER = 2  # blocks, with tiles one above the other
 STATIC_BYTES = 2048  # that the kernel declares itself
 STAGING_BYTES = CONSUMER_WARPS * 2 * 2048
+COUNTERS_BYTES = 16
 
 # Clocks of a multiprocessor, of an H200: the product of a stage 64 columns wide, bytes a clock that come in from L2,
 # what a tile and 64 columns of its results take besides, what a tile waits for those before it where all run at once,
@@ -49,7 +50,7 @@ class BulkPlan:
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * stage_bytes(max(self.n, self.gradient_n)) + STAGING_BYTES + 16 * self.stages
+        return self.stages * stage_bytes(max(self.n, self.gradient_n)) + STAGING_BYTES + 16 * self.stages + COUNTERS_BYTES
 
     def macros(self) -> dict[str, str]:
         return {
@@ -68,7 +69,7 @@ class BulkPlan:
         widest = max(self.n, self.gradient_n)
         weights = sum(aligned(fan_in, widest) * aligned(fan_out, 64) for fan_in, fan_out in pairs)
         tiles = CLUSTER * sum(-(-i // (CLUSTER * TILE_M)) * -(-o // self.gradient_n) for i, o in pairs)
-        shares = tiles * self.splits if self.splits > 1 else self.blocks
+        shares = tiles * self.splits if self.splits > 1 else 2 * self.blocks
         return (
             Buffer("bulk_rows", 4 * self.rows * (aligned(self.widths[0], 64) + outputs)),
             Buffer("bulk_weights", 2 * weights),
@@ -97,7 +98,7 @@ def plan_bulk(task: Task, device: Device) -> BulkPlan | None:
         ((n, splits) for n in WIDTHS_OF_TILES for splits in range(1, MAX_SPLITS + 1)),
         key=lambda choice: gradient_clocks(pairs, rows, choice[0], choice[1], blocks),
     )
-    room = device.shared_bytes - STATIC_BYTES - STAGING_BYTES
+    room = device.shared_bytes - STATIC_BYTES - STAGING_BYTES - COUNTERS_BYTES
     stages = min(8, room // (stage_bytes(max(n, gradient_n)) + 16))
     if stages < 3:
         return None

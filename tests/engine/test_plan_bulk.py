@@ -46,7 +46,7 @@ def indexed(found: BulkPlan) -> dict[str, int]:
 
     # Clusters take tiles in pairs one above the other: GradientTask, finish_share.
     tiles = sum(2 * across(fan_in, 256) * across(fan_out, gradient_n) for fan_in, fan_out in pairs)
-    last_tile = tiles * found.splits if found.splits > 1 else found.blocks
+    last_tile = tiles * found.splits if found.splits > 1 else 2 * found.blocks
     return {
         "bulk_rows": 2 * padded(rows, found.widths[0]) + 2 * sum(padded(rows, o) for _, o in pairs),
         "bulk_weights": sum(padded(across(i, widest) * widest, o) for i, o in pairs),  # weight_rows

@@ -11,6 +11,7 @@
 // A grid barrier behind either. No sum depends on the order in which blocks run.
 #define APPLY_INLINE __forceinline__
 #define MAX_BULK_LAYERS 12
+#define GRADIENT_HELPERS 3  // warps
 #define MAX_UPDATE_LAYERS MAX_BULK_LAYERS
 #include "bulk_gradients.cuh"
 #include "bulk_rows.cuh"
@@ -25,7 +26,8 @@ struct Memory {  // beside the engine's
     float2* partials;
     u32 *state, *ready, *arrived;  // state: whether weight copies are current, gradient phases so far, magnitudes
     int row_blocks;                // that `ready` has for a phase
-    u32 stored;                    // address of the count of warps' tiles, in shared memory
+    u32 stored, handed, finished;  // addresses in shared memory of counts: warps' tiles of the chain, tiles left to the
+                                   // helpers, and those finished by a warp
 
     // Tiles announced by the phases of a step: (2, phases, row blocks).
     __device__ __forceinline__ u32* announced(int s, int phase, int row_block) const {
@@ -129,8 +131,7 @@ __device__ __forceinline__ void compute_chain(
 __device__ __forceinline__ void announce_chain(const Memory& memory, int s, int row_pairs, int rank, u32& stored) {
     for_each_tile(row_pairs, rank, [&](const Phase& phase, int row_block, int) {
         stored += CONSUMER_WARPS;
-        while ((int)(load_acquire_shared(memory.stored) - stored) < 0) {
-        }
+        await_count(memory.stored, stored);
         fence_async();
         add_release(memory.announced(s, phase.number, row_block), 1);
     });
@@ -146,14 +147,57 @@ __device__ __forceinline__ void copy_gradients(Ring& ring, const Memory& memory,
     }
 }
 
+// The sums of a tile go by way of memory. Those of all but a block's last tile are left to the helpers, who finish them
+// while the next tile is multiplied; with the last the warps that multiply have nothing better to do. `handed` counts the tiles
+// left to the helpers, `arrived` of a tile its shares of the batch; neither ever goes back.
+__device__ __forceinline__ void await_shares(const Memory& memory, const GradientTask& task, u32 round) {
+    while (load_acquire(memory.arrived + task.tile) < (round + 1) * BULK_SPLITS) {
+    }
+}
 __device__ __forceinline__ void compute_gradients(
-    float (&c)[WIDEST / 2], Ring& ring, const Memory& memory, int rows, bool direct, const Hyper& h, u32 round) {
+    float (&c)[WIDEST / 2], Ring& ring, const Memory& memory, int rows, bool direct, const Hyper& h, u32 round, u32& handed) {
     Announcement none = {0, false};
-    for (int number = blockIdx.x / 2; number < gradient_tasks(); number += gridDim.x / 2) {
+    const int tasks = gradient_tasks(), clusters = gridDim.x / 2;
+    for (int number = blockIdx.x / 2, turn = 0; number < tasks; number += clusters, ++turn) {
         const GradientTask task(number, ring.rank, rows);
         clear<BULK_GRADIENT_N>(c);
         if (task.steps > 0) multiply<BULK_GRADIENT_N, false, false>(c, ring, task.steps, none);
-        finish_share(c, task, direct, h, memory.partials, memory.arrived, (round + 1) * BULK_SPLITS);
+        if (BULK_SPLITS == 1 && turn >= 2) {  // the place that is written again
+            if (threadIdx.x == 0) await_count(memory.finished, (handed - 1) * GRADIENT_HELPERS);
+            sync_consumers();
+        }
+        float2* place = place_of_sums(memory.partials, task, turn);
+        put_sums(c, task, place);
+        sync_consumers();
+        const bool last = number + clusters >= tasks;
+        if (threadIdx.x == 0) {
+            if (BULK_SPLITS > 1) add_release(memory.arrived + task.tile, 1);
+            if (!last) tell_stores(memory.handed, true);
+            else if (BULK_SPLITS > 1) await_shares(memory, task, round);
+        }
+        if (!last) {
+            ++handed;
+            continue;
+        }
+        sync_consumers();
+        finish_sums<4>(place, task, direct, h, threadIdx.x >> 5, CONSUMER_WARPS);
+    }
+}
+// The helpers' part; `helper` of GRADIENT_HELPERS warps.
+__device__ __forceinline__ void finish_gradients(
+    int helper, int rank, const Memory& memory, int rows, bool direct, const Hyper& h, u32 round, u32& handed) {
+    const int tasks = gradient_tasks(), clusters = gridDim.x / 2;
+    for (int number = blockIdx.x / 2, turn = 0; number + clusters < tasks; number += clusters, ++turn) {
+        const GradientTask task(number, rank, rows);
+        ++handed;
+        if ((threadIdx.x & 31) == 0) {
+            await_count(memory.handed, handed);
+            if (BULK_SPLITS > 1) await_shares(memory, task, round);
+        }
+        __syncwarp();
+        finish_sums<2>(place_of_sums(memory.partials, task, turn), task, direct, h, helper, GRADIENT_HELPERS);
+        __syncwarp();
+        tell_stores(memory.finished, (threadIdx.x & 31) == 0);
     }
 }
 
@@ -195,13 +239,12 @@ __device__ __forceinline__ void finish_loss(int s, const StepInfo& info, int par
 // Of the step, and the same for both kinds of threads, so not local to what is compiled once for either.
 __shared__ Hyper hyper;
 __shared__ float weight_sum;
-__shared__ u32 stored_tiles;
 
 // One step; ends with a barrier behind the update. MULTIPLIES: as the warpgroups that do, else as the helpers; both take the
 // same way from barrier to barrier.
 template <bool MULTIPLIES>
 __device__ __forceinline__ void train_step(
-    const Raw& raw, int s, int end, const Memory& memory, Ring& ring, u32 round, u32& stored, GridBarrier& barrier,
+    const Raw& raw, int s, int end, const Memory& memory, Ring& ring, u32 round, u32& stored, u32& handed, GridBarrier& barrier,
     Progress& progress) {
     const StepInfo info = ENGINE.steps[s];
     Flags& flags = ENGINE.control->flags[s & 1];
@@ -248,7 +291,7 @@ __device__ __forceinline__ void train_step(
         __syncthreads();
     }
     if (MULTIPLIES) {
-        compute_gradients(c, ring, memory, info.rows, direct, hyper, round);
+        compute_gradients(c, ring, memory, info.rows, direct, hyper, round, handed);
     } else if (warp == 0) {
         if (threadIdx.x == CONSUMERS) copy_gradients(ring, memory, s, info.rows);
         __syncwarp();
@@ -258,6 +301,7 @@ __device__ __forceinline__ void train_step(
             const int across = (LAYER(ENGINE.layers - 1).fan_out + BULK_N - 1) / BULK_N;
             finish_loss(s, info, row_blocks * across * CONSUMER_WARPS, weight, memory.losses);
         }
+        finish_gradients(warp - 1, ring.rank, memory, info.rows, direct, hyper, round, handed);
     }
     fence_async();
     barrier.wait();
@@ -276,9 +320,9 @@ __device__ __forceinline__ void train(
     const Raw& raw, int begin, int end, const Memory& memory, Ring& ring, GridBarrier& barrier) {
     Control& control = *ENGINE.control;
     Progress progress = {control.step, control.skipped, control.frozen != 0};
-    u32 round = memory.state[1], stored = 0;
+    u32 round = memory.state[1], stored = 0, handed = 0;
     for (int s = begin; s < end; ++s) {
-        if (!progress.frozen) train_step<MULTIPLIES>(raw, s, end, memory, ring, round++, stored, barrier, progress);
+        if (!progress.frozen) train_step<MULTIPLIES>(raw, s, end, memory, ring, round++, stored, handed, barrier, progress);
         else if (blockIdx.x == 0 && threadIdx.x == 0) ENGINE.results[s] = StepResult{0., 0.f, NOT_RUN};
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -311,8 +355,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(BULK_THRE
     memory.row_blocks = BULK_ROWS / TILE_M;
     memory.ready = words + 8;
     memory.arrived = memory.ready + 2 * (2 * ENGINE.layers - 1) * memory.row_blocks;
-    memory.stored = shared_address(&stored_tiles);
-    if (threadIdx.x == 0) stored_tiles = 0;
+    memory.stored = shared_address(dynamic_shared) + COUNTERS_AT;
+    memory.handed = memory.stored + 4;
+    memory.finished = memory.stored + 8;
+    if (threadIdx.x < 3) ((u32*)(dynamic_shared + COUNTERS_AT))[threadIdx.x] = 0;
     place_matrices(memory.places);
     Ring ring = {shared_address(dynamic_shared), rank_in_cluster(), 0, 0};
     open_ring(ring);
@@ -325,10 +371,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(BULK_THRE
     barrier.wait();
     fence_async();
     if (threadIdx.x < CONSUMERS) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
         train<true>(raw, begin, end, memory, ring, barrier);
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
         train<false>(raw, begin, end, memory, ring, barrier);
     }
     // Behind the last barrier nobody reads these any more.

@@ -107,6 +107,11 @@ __device__ __forceinline__ u32 load_acquire_shared(u32 where) {
     asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(where) : "memory");
     return value;
 }
+// Until what was counted at `counter` in shared memory, which only grows and may wrap, has come to `count`.
+__device__ __forceinline__ void await_count(u32 counter, u32 count) {
+    while ((int)(load_acquire_shared(counter) - count) < 0) {
+    }
+}
 
 __device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a), "r"(b), "r"(c),

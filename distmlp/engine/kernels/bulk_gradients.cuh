@@ -61,62 +61,56 @@ struct Quad {
     }
 };
 
-// A tile's sums over a share of the batch are put down, and once all shares are, every block adds up and finishes its
-// share of the tile: so many times 16 columns. `arrived` of a tile grows by one a share and never goes back. Where the
-// batch is not shared out, the sums only change hands within the block.
-__device__ __forceinline__ void finish_share(
-    const float (&c)[WIDEST / 2], const GradientTask& task, bool direct, const Hyper& shared, float2* partials,
-    u32* arrived, u32 target) {
+// Where the sums of a tile are put down: for every share of the batch those of all pairs of columns of all threads that
+// multiply. Without shares they only change hands within the block, by one of two places in turn.
+constexpr int PAIRS_OF_TILE = BULK_GRADIENT_N / 4, SHARE = PAIRS_OF_TILE * CONSUMERS;
+__device__ __forceinline__ float2* place_of_sums(float2* partials, const GradientTask& task, int turn) {
+    return partials + (i64)(BULK_SPLITS > 1 ? task.tile * BULK_SPLITS : blockIdx.x * 2 + (turn & 1)) * SHARE;
+}
+__device__ __forceinline__ void put_sums(const float (&c)[WIDEST / 2], const GradientTask& task, float2* place) {
+#pragma unroll
+    for (int p = 0; p < PAIRS_OF_TILE; ++p)
+        __stcg(place + task.split * SHARE + p * CONSUMERS + threadIdx.x, make_float2(c[2 * p], c[2 * p + 1]));
+}
+
+// Adds up this block's share of a tile over all shares of the batch, in their order, and finishes it: so many times 16
+// columns, of which a warp takes 16 rows at a time and a lane four columns of two of them. By `warps` warps, QUADS / 2
+// such pieces of each at once.
+template <int QUADS>
+__device__ __forceinline__ void finish_sums(
+    const float2* place, const GradientTask& task, bool direct, const Hyper& shared, int warp, int warps) {
+    constexpr int STRIPES = BULK_GRADIENT_N / 16;
     const Hyper h = shared;  // in registers
-    constexpr int PAIRS = BULK_GRADIENT_N / 4, STRIPES = BULK_GRADIENT_N / 16, SHARE = PAIRS * CONSUMERS;
     const Layer& layer = LAYER(task.l);
     const Blocked& copy = near_matrices[task.l].weight;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    float2* tile = partials + (i64)(BULK_SPLITS > 1 ? task.tile * BULK_SPLITS : blockIdx.x) * SHARE;
-#pragma unroll
-    for (int p = 0; p < PAIRS; ++p)
-        __stcg(tile + task.split * SHARE + p * CONSUMERS + threadIdx.x, make_float2(c[2 * p], c[2 * p + 1]));
-    // Two stripes of 16 columns at a time; of each the warp has 16 rows, a lane four columns of two of them.
-    Quad quads[4];
-    const int begin = STRIPES * task.split / BULK_SPLITS, end = STRIPES * (task.split + 1) / BULK_SPLITS;
-    const auto load = [&](int stripe) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int own = stripe + i / 2;
-            quads[i].r = own < end ? task.m0 + warp * 16 + (lane >> 2) + i % 2 * 8 : layer.fan_in;
-            quads[i].c = task.n0 + own * 16 + (lane & 3) * 4;
-            quads[i].load(layer, direct);
-        }
-    };
-    load(begin);
-    sync_consumers();
-    if (BULK_SPLITS > 1) {
-        if (threadIdx.x == 0) {
-            add_release(arrived + task.tile, 1);
-            while (load_acquire(arrived + task.tile) < target) {
-            }
-        }
-        sync_consumers();
-    }
+    const int lane = threadIdx.x & 31;
+    const int first = STRIPES * task.split / BULK_SPLITS, end = STRIPES * (task.split + 1) / BULK_SPLITS;
+    const int pieces = (end - first) * CONSUMER_WARPS;
 #pragma unroll 1
-    for (int stripe = begin; stripe < end; stripe += 2) {
-        float4 sums[4];
+    for (int piece = warp; piece < pieces; piece += warps * (QUADS / 2)) {
+        Quad quads[QUADS];
+        float4 sums[QUADS];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[i] = zeros();
+        for (int i = 0; i < QUADS; ++i) {
+            const int own = piece + i / 2 * warps;
+            quads[i].r = own < pieces ? task.m0 + own % CONSUMER_WARPS * 16 + (lane >> 2) + i % 2 * 8 : layer.fan_in;
+            quads[i].c = task.n0 + (first + own / CONSUMER_WARPS) * 16 + (lane & 3) * 4;
+            quads[i].load(layer, direct);
+            sums[i] = zeros();
+        }
 #pragma unroll
         for (int split = 0; split < BULK_SPLITS; ++split)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            for (int i = 0; i < QUADS; ++i) {
                 // Fragments hold pairs: those of two lanes are four neighbours, and of 16 columns there are two groups.
-                const int pair = min(stripe + i / 2, STRIPES - 1) * 4 + (lane >> 1 & 1) * 2 + i % 2;
-                const float2* from = tile + split * SHARE + pair * CONSUMERS + warp * 32 + (lane & ~3) + (lane & 1) * 2;
-                add_to(sums[i], __ldcg((const float4*)from));
+                const int own = min(piece + i / 2 * warps, pieces - 1);
+                const int pair = (first + own / CONSUMER_WARPS) * 4 + (lane >> 1 & 1) * 2 + i % 2;
+                const float2* from = place + split * SHARE + pair * CONSUMERS + own % CONSUMER_WARPS * 32;
+                add_to(sums[i], __ldcg((const float4*)(from + (lane & ~3) + (lane & 1) * 2)));
             }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) quads[i].finish(layer, copy, h, direct, sums[i]);
-        if (stripe + 2 < end) load(stripe + 2);
+        for (int i = 0; i < QUADS; ++i) quads[i].finish(layer, copy, h, direct, sums[i]);
     }
-    if (BULK_SPLITS == 1) sync_consumers();  // the next tile's sums go to the same place
 }
 
 // Gradients of the biases, 32 columns at a time: three helping warps of a block take a third of the rows' sums each.

@@ -17,7 +17,8 @@ constexpr int WIDEST = larger(BULK_N, BULK_GRADIENT_N);
 constexpr int STAGE_BYTES = (TILE_M + WIDEST) * 128;
 constexpr int STAGING_BYTES = 2048;  // 16 rows of a block: what a warp has of it
 constexpr int STAGING_AT = STAGES * STAGE_BYTES, BARRIERS_AT = STAGING_AT + CONSUMER_WARPS * 2 * STAGING_BYTES;
-constexpr int SHARED_BYTES = BARRIERS_AT + 2 * STAGES * 8;
+constexpr int COUNTERS_AT = BARRIERS_AT + 2 * STAGES * 8;  // of tiles stored, handed over, finished by a warp
+constexpr int SHARED_BYTES = COUNTERS_AT + 16;
 
 // One side's place in the ring.
 struct Ring {
