@@ -39,7 +39,7 @@ ALL_ACTIVATIONS = ("relu", "leaky_relu", "elu", "gelu", "silu", "tanh", "sigmoid
 FAMILIES = {
     "fp32 direct, large tiles": ((512,) * 4, 8192, "fp32", {}, "adam"),
     "tf32 norm first, mixed": ((8, *(24,) * 10, 2), 64, "tf32", {"activation": ALL_ACTIVATIONS}, "lamb"),
-    "bf16 direct, large tiles": ((512,) * 4, 8192, "bf16", {"activation": "gelu"}, "adamw"),
+    "bf16 direct, large tiles": ((512,) * 4, 4096, "bf16", {"activation": "gelu"}, "adamw"),
     "bf16 softmax, small tiles": ((100, 500, 10), 32, "bf16", {"loss": "softmax_cross_entropy"}, "nesterov"),
     "bf16 resident": ((100, 1000, 1000, 1000, 2), 32, "bf16", {}, "adam"),
     "bf16 narrow": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
@@ -160,8 +160,14 @@ def test_turing_takes_the_plain_path() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("nvcc") and not os.path.exists("/usr/local/cuda/bin/nvcc"), reason="no nvcc")
-@pytest.mark.parametrize("family", ["bf16 direct, large tiles", "bf16 resident", "bf16 narrow", "bf16 chain"])
-def test_registers_and_spills(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "bytes_spilled"),
+    [
+        *((family, 1024) for family in ("bf16 direct, large tiles", "bf16 resident", "bf16 narrow", "bf16 chain")),
+        ("bf16 bulk", 2048),  # outside the loops of products, and where a fault is dealt with
+    ],
+)
+def test_registers_and_spills(family: str, bytes_spilled: int, tmp_path: Path) -> None:
     """nvcc reads the same files as NVRTC; ptxas reports registers and spills."""
     source, macros = specialisations(family, 90)[-1]
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
@@ -180,7 +186,7 @@ def test_registers_and_spills(family: str, tmp_path: Path) -> None:
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", report.stderr)]
     print(f"{family}: {source} registers {registers}, bytes spilled {spills}")
     assert max(registers) <= 255
-    assert max(spills) <= 1024
+    assert max(spills) <= bytes_spilled
 
 
 def test_cache_answers_without_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,7 @@
 //               that is possible. Biases are the helpers'.
 //
 // A grid barrier behind either. No sum depends on the order in which blocks run.
-#define APPLY_INLINE __forceinline__
-#define MAX_BULK_LAYERS 12
 #define GRADIENT_HELPERS 3  // warps
-#define MAX_UPDATE_LAYERS MAX_BULK_LAYERS
 #include "bulk_gradients.cuh"
 #include "bulk_rows.cuh"
 #include "magnitudes.cuh"

@@ -1,5 +1,8 @@
 // The matrices of the bulk kernel, and how results leave the registers of `wgmma` for them.
 #pragma once
+#define MAX_BULK_LAYERS 12
+#define MAX_UPDATE_LAYERS MAX_BULK_LAYERS  // shared memory is scarce
+#define APPLY_INLINE __forceinline__
 #include "bulk_ring.cuh"
 #include "update.cuh"
 
