@@ -310,7 +310,8 @@ def test_narrow_columns_are_read_once(tmp_path, monkeypatch, features, held):
             wanted = order.batch_rows(epoch, number, feed.streams)
             np.testing.assert_array_equal(batch.inputs[:, 0], wanted)
             np.testing.assert_array_equal(batch.targets[:, 0], wanted)
-    assert (read.count("targets") < read.count("inputs")) is held
+    # Windows that are being read ahead may have asked for their inputs only.
+    assert (2 * read.count("targets") < read.count("inputs")) is held
     feed.close()
 
 
