@@ -1,0 +1,104 @@
+// Whole training steps of networks of middle width in one cooperative launch, on Hopper.
+//
+//   per step   a block takes its 16, 32 or 64 rows through all layers, forward and backward, its activations in shared memory,
+//              the weights streaming past (chain_layers.cuh); inputs of layers and errors go to device memory
+//              -- grid barrier --
+//              weight gradients, a tile and a part of the batch a pair of blocks; sums of the parts, update, new weights
+//              (chain_gradients.cuh); beside it the biases, and the rows of the next step to shared memory
+//              -- grid barrier --
+//
+// Where magnitudes leave it open whether gradients are finite, and for clipping and LAMB, gradients go to the flat
+// buffer first (update.cuh). No sum depends on the order in which blocks run.
+#include "chain_gradients.cuh"
+
+namespace chain {
+
+static_assert(PRODUCT == BF16, "operands are bfloat16");
+
+}  // namespace chain
+
+// Steps [begin, end) of the table. `apply_first` does not occur: gradients of other ranks are not for this kernel.
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(chain::BLOCK_THREADS, 1) chain_steps(
+    const void* inputs, const float* targets, const int* labels, const float* weights, const u32* index, int begin,
+    int end, int, u8* pieces, u32* kept, float* column_sums, uint4* records, float4* partials, u32* arrivals) {
+    using namespace chain;
+    if (threadIdx.x == 0) {
+        context.raw = {inputs, targets, labels, weights, index};
+        context.buffers = {pieces, kept, column_sums, records, partials, arrivals};
+    }
+    Control& control = *ENGINE.control;
+    GridBarrier barrier(&control.barrier);
+    Progress progress = {control.step, control.skipped, control.frozen != 0};
+    Ring ring(shared_address(dynamic_shared));
+    const int warp = __shfl_sync(~0u, warp_id(), 0);
+    const bool works = warp < WORKERS / 32, copies = warp == WORKERS / 32;
+
+    fill_table();
+    if (threadIdx.x == 0) ring.init();
+    if (threadIdx.x < BLOCK_THREADS / 32) shared<float4>(WARPS_AT)[threadIdx.x] = zeros();
+    for (int i = blockIdx.x * BLOCK_THREADS + threadIdx.x; i < TILES * PAIR * GROUPS; i += gridDim.x * BLOCK_THREADS)
+        arrivals[i] = 0;
+    __syncthreads();
+    publish_all();
+    if (warp >= FIRST_HELPER && begin < end) gather(begin);
+    __syncwarp();
+    meet_pair();
+    barrier.wait();
+
+    for (int s = begin; s < end; ++s) {
+        if (progress.frozen) {
+            if (blockIdx.x == 0 && threadIdx.x == 0) ENGINE.results[s] = StepResult{0., 0.f, NOT_RUN};
+            continue;
+        }
+        const int rows = ENGINE.steps[s].rows;
+        if ((int)blockIdx.x < blocks_at_work(rows)) {
+            if (works) {
+                ring = run_chain(ring, rows);
+            } else if (copies) {
+                if (lane_id() == 0) ring = stream_weights(ring);
+                __syncwarp();
+            } else if (warp == FIRST_HELPER) {
+                store_chain(ring.base);
+            } else {
+                prefetch(s, end);
+            }
+        }
+        fence_copies();
+        barrier.wait();
+
+        if (works) {
+            ring = sum_and_update(ring, rows, s - begin + 1);
+        } else if (copies) {
+            if (lane_id() == 0) ring = stream_gradients(ring, rows);
+            __syncwarp();
+        } else {
+            if (s + 1 < end) gather(s + 1);
+            if (warp == FIRST_HELPER) {
+                prepare_update(s, progress.step);
+                __syncwarp();
+                arrive(TOTALS_KNOWN, WORKERS + 32);
+            }
+            meet(HELPERS_MEET, 32 * HELPERS);
+            update_biases(rows);
+        }
+        fence_copies();
+        barrier.wait();
+        if (context.sure) {
+            ++progress.step;
+            continue;
+        }
+        apply_gradient(s, barrier, progress);
+        barrier.wait();
+        publish_all();
+        barrier.wait();
+    }
+    if (blockIdx.x == 0) {
+        for (int i = threadIdx.x; i < sizeof(control.flags) / 4; i += BLOCK_THREADS) ((u32*)control.flags)[i] = 0;
+        if (threadIdx.x == 0) {
+            control.step = progress.step;
+            control.skipped = progress.skipped;
+            control.frozen = progress.frozen;
+        }
+    }
+    meet_pair();
+}
