@@ -62,9 +62,10 @@ ENGINE = _structure(
 )  # fmt: skip
 
 POST = _structure(
-    ("exchanges", "u8"), ("waited_ns", "u8"), ("votes", "f4", 4), ("totals", "f4", 4), ("lost", "u4"),
-    ("padding", "u4", 19),
+    ("first", "u8"), ("votes", "f4", 4), ("waited_ns", "u8"), ("number", "u8"), ("totals", "f4", TALLY), ("lost", "u4"),
+    ("verdict", "u4"), ("padding", "u4", 12),
 )  # fmt: skip
+POST_HEAD = _structure(("first", "u8"), ("votes", "f4", 4))  # what the host writes of it
 PEERS = _structure(
     ("mailbox", POINTER, MAX_PEERS), ("gone", POINTER), ("limit_ns", "u8"), ("stride", "i8"), ("ranks", "i4"),
     ("rank", "i4"),

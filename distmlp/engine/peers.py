@@ -17,7 +17,7 @@ from distmlp.comm.faults import name_ranks
 from distmlp.comm.peer_watch import PeerWatch
 from distmlp.comm.transport_trial import describe, try_sums
 from distmlp.config import Interval
-from distmlp.engine import layout
+from distmlp.engine import layout, tally
 from distmlp.engine.device_memory import allocate, pinned
 from distmlp.engine.gpu import Gpu
 from distmlp.engine.tally import TALLY
@@ -47,7 +47,9 @@ class PeerSum:
         self._opened: list[int] = []
         self._gone = pinned(4).view(np.uint32)
         self._gone[0] = 0
-        self._votes = pinned(layout.POST["votes"].itemsize).view(np.float32)
+        self._exchanges = 0  # so far; all ranks count the same
+        self._head = pinned(layout.POST_HEAD.itemsize).view(layout.POST_HEAD)
+        self._head[0] = np.zeros((), layout.POST_HEAD)
         self._post = pinned(layout.POST.itemsize).view(layout.POST)
         self.seconds = 0.0
         handle = world.agree(self._make_mailbox, "peer")
@@ -89,21 +91,29 @@ class PeerSum:
 
     def run(self, address: int, count: int) -> None:
         """Sum the gradient buffer with the ranks; only there, and all of it."""
+        self._put_head()
         self._sum()
+        self._ledger.stream.synchronize()  # the head is written again
+        self._exchanges += 1
 
     def tail(self, address: int, count: int, tail: NDArray) -> None:
         self._ledger.download(address + (count - tail.size) * 4, tail)
 
     def vote(self, stop: bool, failed: bool, seconds: float) -> None:
         """What this rank says in the exchanges of the launch to come. `seconds`: its time a step so far."""
-        self._votes[:3] = stop, failed, seconds
-        self._ledger.upload(self._mailbox.ptr + layout.offset(layout.POST, "votes"), self._votes)
+        self._head["votes"][0, :3] = stop, failed, seconds
+        self._put_head()
 
-    def outcome(self) -> NDArray:
+    def _put_head(self) -> None:
+        self._head["first"] = self._exchanges
+        self._ledger.upload(self._mailbox.ptr, self._head)
+
+    def outcome(self, exchanges: int = 0) -> NDArray:
         """The ranks' votes (stop, failed, seconds a step) summed in the last exchange, float32 (3,).
 
-        Raises SystemUnfitError where the kernel gave up on a rank.
+        `exchanges`: that the last launch did. Raises SystemUnfitError where the kernel gave up on a rank.
         """
+        self._exchanges += exchanges
         self._ledger.download(self._mailbox.ptr, self._post)
         post = self._post[0]
         self.seconds = float(post["waited_ns"]) * 1e-9
@@ -117,7 +127,7 @@ class PeerSum:
                 f"a rank sent no gradients for {float(self._peers['limit_ns']) * 1e-9:.0f} s (run.stall_timeout); "
                 "checkpoints are intact"
             )
-        return post["totals"][:3].copy()
+        return post["totals"][tally.STOP : tally.SECONDS + 1].copy()
 
     def close(self) -> None:
         """Close what belongs to others. Own memory stays until all ranks must have done the same."""
@@ -126,7 +136,7 @@ class PeerSum:
             _runtime.ipcCloseMemHandle(place)
         self._opened = []
         _kept.append(self._mailbox)
-        self._gone, self._votes, self._post = self._gone.copy(), self._votes.copy(), self._post.copy()
+        self._gone, self._head, self._post = self._gone.copy(), self._head.copy(), self._post.copy()
 
 
 def open_peers(state: DeviceState, world: World, stall_timeout: str) -> tuple[PeerSum, str]:

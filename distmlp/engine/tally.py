@@ -17,6 +17,8 @@ WEIGHT = 1  # sum of the sample weights
 ROWS = 2
 STOP = 3  # ranks that ask to stop after this step
 FAILED = 4  # ranks that could not read their rows of the batch
+SECONDS = 5  # a step, by the ranks' clocks
+UNSURE = 6  # ranks that cannot say beforehand that their gradients are finite
 
 
 class Sums:

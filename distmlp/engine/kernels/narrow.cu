@@ -183,8 +183,8 @@ __device__ __forceinline__ bool update_directly(
     return update;
 }
 
-// The sums to the flat gradient, the tally behind it.
-__device__ __forceinline__ void reduce_to_gradient(
+// The sums to the flat gradient, the tally behind it. Returns whether all are finite.
+__device__ __forceinline__ bool reduce_to_gradient(
     int s, u32 number, const StepInfo& info, int count, const Place& own, const Buffers& buffers) {
     StepTotals totals;
     for_each_sum(
@@ -199,6 +199,7 @@ __device__ __forceinline__ void reduce_to_gradient(
         tally[TALLY_ROWS] = (float)info.rows;
         ENGINE.results[s] = StepResult{loss, totals.weight, DONE};
     }
+    return !totals.bad;
 }
 
 }  // namespace narrow
@@ -275,10 +276,10 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) narrow_st
         // published.
         if (!updated || (gridDim.x > CHUNKS && count < gridDim.x)) barrier.wait();
 #else
-        reduce_to_gradient(s, number, info, count, own, buffers);
+        const bool sure = reduce_to_gradient(s, number, info, count, own, buffers);
         barrier.wait();
         if (!ENGINE.deferred) {
-            apply_gradient(s, barrier, progress);
+            apply_gradient(s, barrier, progress, sure);
             barrier.wait();
             publish_all(buffers.image(0));
             barrier.wait();

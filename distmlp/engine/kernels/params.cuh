@@ -5,7 +5,7 @@
 
 #define MAX_LAYERS 64
 #define TALLY 8  // numbers behind the gradient, see tally.py
-enum TallySlot { TALLY_LOSS, TALLY_WEIGHT, TALLY_ROWS, TALLY_STOP };
+enum TallySlot { TALLY_LOSS, TALLY_WEIGHT, TALLY_ROWS, TALLY_STOP, TALLY_FAILED, TALLY_SECONDS, TALLY_UNSURE };
 
 struct Layer {
     i64 weight_offset, bias_offset;  // into the flat buffers, elements

@@ -123,8 +123,8 @@ __device__ __forceinline__ void update_directly(
             !totals.bad ? DONE : ENGINE.stop_on_nonfinite ? NOT_FINITE : LEFT_OUT};
 }
 
-// The sums to the flat gradient, the tally behind it.
-__device__ __forceinline__ void reduce_to_gradient(
+// The sums to the flat gradient, the tally behind it. Returns whether all are finite.
+__device__ __forceinline__ bool reduce_to_gradient(
     int s, u32 number, const StepInfo& info, int count, const Buffers& buffers) {
     StepTotals totals;
     for_each_sum(buffers, s, number, count, totals, [&](const Place& place, float sum) {
@@ -139,6 +139,7 @@ __device__ __forceinline__ void reduce_to_gradient(
         tally[TALLY_ROWS] = (float)info.rows;
         ENGINE.results[s] = StepResult{loss, totals.weight, DONE};
     }
+    return !totals.bad;
 }
 
 }  // namespace narrow
@@ -214,10 +215,10 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) sweep_ste
 #if NARROW_DIRECT
         update_directly(s, number, count, buffers, hyper, progress);
 #else
-        reduce_to_gradient(s, number, info, count, buffers);
+        const bool sure = reduce_to_gradient(s, number, info, count, buffers);
         barrier.wait();
         if (!ENGINE.deferred) {
-            apply_gradient(s, barrier, progress);
+            apply_gradient(s, barrier, progress, sure);
             barrier.wait();
             publish_all(image);
         }

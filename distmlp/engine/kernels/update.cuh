@@ -124,39 +124,94 @@ __device__ __forceinline__ void update_lamb(const Hyper& h, GridBarrier& barrier
     }
 }
 
-__device__ __forceinline__ void update_plain(const Hyper& h) {
-    for (int l = 0; l < ENGINE.layers; ++l) {
-        const Layer& layer = LAYER(l);
-        for_each_weight(layer, [&](int r, int c) {
-            const i64 at = layer.weight_offset + (i64)r * layer.fan_out + c;
-            layer.weight[(i64)r * layer.ld_out + c] = to_element(update_parameter(h, at, ENGINE.gradient[at]));
-        });
-        for_each_bias(layer, [&](int c) {
-            const i64 at = layer.bias_offset + c;
-            update_parameter(h, at, ENGINE.gradient[at]);
-        });
+// The copy for the products of the four parameters at `at`, if they are weights. `l`: a layer at or before theirs.
+__device__ __forceinline__ void copy_quad(int& l, i64 at, const float4& v) {
+    while (l + 1 < ENGINE.layers && at >= LAYER(l + 1).weight_offset) ++l;
+    const Layer& layer = LAYER(l);
+    const i64 place = at - layer.weight_offset, count = (i64)layer.fan_in * layer.fan_out - place;
+    if (count <= 0) return;
+    if (layer.fan_out % 4 == 0) {
+        const u32 quad = place >> 2, across = layer.fan_out >> 2;  // 32 bits count the quads of any layer that fits
+        store_quad(layer.weight + (i64)(quad / across) * layer.ld_out + quad % across * 4, v);
+        return;
+    }
+    i64 row = place / layer.fan_out;
+    int c = place - row * layer.fan_out;
+    const auto copy = [&](float x, int k) {
+        if (k >= count) return;
+        layer.weight[row * layer.ld_out + c] = to_element(x);
+        if (++c == layer.fan_out) c = 0, ++row;
+    };
+    EACH_OF_FOUR(copy);
+}
+
+// All parameters move along what `source` adds up to: masters, slots, averages and copies. Gaps stay zero.
+template <class Source>
+__device__ __forceinline__ void update_plain(const Hyper& h, Source source) {
+    constexpr int COUNT = 4;  // under way at a time
+    const i64 vectors = ENGINE.size / 4, step = (i64)gridDim.x * blockDim.x;
+    int l = 0;
+    for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < vectors; i += COUNT * step) {
+        Parameters parameters[COUNT];
+        float4 sums[COUNT];
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k)
+            if (i + k * step < vectors) parameters[k].load(4 * (i + k * step));
+        source.load(i, step, vectors, sums);
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) {
+            if (i + k * step >= vectors) break;
+            parameters[k].update(h, sums[k]);
+            parameters[k].store(h, 4 * (i + k * step));
+            copy_quad(l, 4 * (i + k * step), parameters[k].value);
+        }
     }
 }
 
-// Apply what lies in the gradient buffer as step `s` of the table. The caller puts a barrier behind it.
-__device__ __noinline__ void apply_gradient(int s, GridBarrier& barrier, Progress& progress) {
-    __shared__ Hyper hyper;
-    Flags& flags = ENGINE.control->flags[s & 1];
-    const float* tally = ENGINE.gradient + ENGINE.size;
-    Scan scan;
-    const bool peers = SEVERAL_RANKS && ENGINE.needs_norm == PEERS_SUM;
-    if (peers) exchange_gradient(scan);
-    else scan_gradient(scan);
-    scan.finish(flags);
-    barrier.wait();
-    if (peers && !finish_exchange()) {  // the host will say why
-        progress.frozen = true;
-        if (blockIdx.x == 0 && threadIdx.x == 0) ENGINE.results[s] = StepResult{0., 0.f, NOT_RUN};
-        return;
+// The gradients of all ranks to the gradient buffer; f(sum) for every vector.
+template <class F>
+__device__ __forceinline__ void collect_gradient(u64 number, F& f) {
+    const i64 vectors = ENGINE.size / 4, step = (i64)gridDim.x * blockDim.x;
+    PeerGradient source(number);
+    for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < vectors; i += step) {
+        float4 sums[1];
+        source.load(i, step, vectors, sums);
+        ((float4*)ENGINE.gradient)[i] = sums[0];
+        f(sums[0]);
     }
-    const float weight = tally[TALLY_WEIGHT], loss = tally[TALLY_LOSS];
-    const bool finite =
-        __uint_as_float(flags.gradient_not_finite) < largest_sum(weight) && is_finite(loss) && is_finite(weight);
+}
+
+// Apply what lies in the gradient buffer as step `s` of the table. The caller puts a barrier behind it. `sure`, where
+// the ranks are still to be summed: no gradient of this one can be NaN or too large.
+__device__ __noinline__ void apply_gradient(int s, GridBarrier& barrier, Progress& progress, bool sure = false) {
+    __shared__ Hyper hyper;
+    __shared__ float totals[TALLY];
+    Flags& flags = ENGINE.control->flags[s & 1];
+    const bool peers = peers_sum(), stays_whole = OPTIMIZER == LAMB || ENGINE.clip_norm > 0.f;
+    const u64 number = peers ? own_post().first + s : 0;
+    if (peers) {
+        send_gradient(number, sure);
+        if (!take_tally(number, sure, totals) || totals[TALLY_FAILED] != 0.f) {  // the host will say why
+            progress.frozen = true;
+            if (blockIdx.x == 0 && threadIdx.x == 0) ENGINE.results[s] = StepResult{0., 0.f, NOT_RUN};
+            return;
+        }
+    } else {
+        __syncthreads();
+        if (threadIdx.x < TALLY) totals[threadIdx.x] = ENGINE.gradient[ENGINE.size + threadIdx.x];
+        __syncthreads();
+    }
+    const float weight = totals[TALLY_WEIGHT], loss = totals[TALLY_LOSS];
+    const bool at_once = peers && !stays_whole && totals[TALLY_UNSURE] == 0.f && weight != 0.f;  // sum and update
+    if (!at_once) {
+        Scan scan;
+        if (peers) collect_gradient(number, scan);
+        else scan_gradient(scan);
+        scan.finish(flags);
+        barrier.wait();
+    }
+    const bool finite = at_once || (__uint_as_float(flags.gradient_not_finite) < largest_sum(weight) &&
+                                    is_finite(loss) && is_finite(weight));
     if (finite && weight != 0.f) {
         ++progress.step;
         double scale = 1. / weight;
@@ -167,7 +222,8 @@ __device__ __noinline__ void apply_gradient(int s, GridBarrier& barrier, Progres
         if (threadIdx.x == 0) set_hyper(hyper, ENGINE.steps[s].rate, (float)scale, progress.step);
         __syncthreads();
         if (OPTIMIZER == LAMB) update_lamb(hyper, barrier);
-        else update_plain(hyper);
+        else if (at_once) update_plain(hyper, PeerGradient(number));
+        else update_plain(hyper, OwnGradient());
     } else if (!finite) {
         if (ENGINE.stop_on_nonfinite) progress.frozen = true;
         else ++progress.skipped;

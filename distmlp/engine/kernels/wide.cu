@@ -80,7 +80,7 @@ __device__ __forceinline__ void train_step(
     keep_lane(s % ENGINE.lane_stride);  // who writes the gradient next waits for barriers before
 #endif
     if (!direct && !ENGINE.deferred) {
-        apply_gradient(s, barrier, progress);
+        apply_gradient(s, barrier, progress, peers_sum() && surely_finite(flags, rows));
         barrier.wait();
     }
 }
@@ -122,11 +122,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) train_steps(
 #if SEVERAL_RANKS
 // The exchange by itself, to try it and to time it.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) sum_gradients() {
-    GridBarrier barrier(&ENGINE.control->forward_barrier);
-    Scan unused;
-    exchange_gradient(unused);
-    barrier.wait();
-    finish_exchange();
+    __shared__ float totals[TALLY];
+    const u64 number = own_post().first;
+    send_gradient(number, true);
+    take_tally(number, true, totals);
+    const auto nothing = [](const float4&) {};
+    collect_gradient(number, nothing);
+    if (blockIdx.x == 0 && threadIdx.x < TALLY) ENGINE.gradient[ENGINE.size + threadIdx.x] = totals[threadIdx.x];
 }
 #endif
 

@@ -5,7 +5,7 @@
 // True in every block or in none: no gradient of this step can be NaN or too large, as told from the magnitudes.
 __device__ __forceinline__ bool surely_finite(const Flags& flags, int rows) {
     bool sure = true;
-    const float largest = fminf(largest_sum(flags.weight), 1e38f);
+    const float largest = fminf(largest_sum(flags.weight), SEVERAL_RANKS ? 1e37f : 1e38f);
     for (int l = threadIdx.x; l < ENGINE.layers; l += THREADS) {
         const float product = __uint_as_float(flags.output[l]) * __uint_as_float(flags.error[l]) * (float)rows;
         const float sum = __uint_as_float(flags.error[l]) * (float)rows;
