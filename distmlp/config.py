@@ -120,6 +120,9 @@ class DataConfig(_Section):
         "auto", description="where training rows are kept: GPU memory, host memory, or streamed from the files"
     )
     readers: int = Field(0, ge=0, le=256, description="reader threads per rank; 0: chosen from the CPUs of the rank")
+    scratch: str = Field(
+        "", description="folder on a local disk for streamed rows of compressed shards, decoded once; empty: none"
+    )
 
     @field_validator("train")
     @classmethod

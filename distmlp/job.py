@@ -88,7 +88,7 @@ def open_job(
             state = State(network.initial(config.run.seed, config.model.init))
             start = Checkpoint(config, state, standardization, rows=shards.rows, versions=outputs.versions())
         order = Order(shards.rows, config.data.streams, config.data.batch, config.run.seed, config.data.shuffle)
-        feed = Feed(shards, order, world, config.data.residence, config.data.readers)
+        feed = Feed(shards, order, world, config.data.residence, config.data.readers, config.data.scratch)
         stack.callback(feed.close)
         for advice in feed.advice():
             reporter.warn(advice)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from distmlp.rank_log import RankLog
 
 
+STARVED = 0.05  # of the time spent waiting for data: from there on it is told
+
+
 class Throughput:
     """Rows trained a second, from stretches of training alone.
 
@@ -124,7 +127,10 @@ class Reporter:
                 self._pending.append(self._own.broken)
                 self._own = None
         if self._progress is None:
-            self._write(f"step {entry['step']}/{self._total}  epoch {entry['epoch']}  {_figures(entry, _SHOWN)}")
+            waiting = f"  {entry['data_wait_share']:.0%} waiting for data" if _starved(entry) else ""
+            self._write(
+                f"step {entry['step']}/{self._total}  epoch {entry['epoch']}  {_figures(entry, _SHOWN)}{waiting}"
+            )
             return
         self._progress.update(self._task, completed=entry["step"], figures=_figures(entry, _SHOWN_IN_BAR))
         if any(key.startswith("validation_") for key in entry):
@@ -185,6 +191,10 @@ _OF_RANK = {
     "communication_seconds": "{:.3f} s communication",
 }  # fmt: skip
 _SHOWN_IN_BAR = ("loss", "samples_per_second")
+
+
+def _starved(entry: dict[str, Any]) -> bool:
+    return entry.get("data_wait_share", 0.0) >= STARVED
 
 
 def _figures(entry: dict[str, Any], keys: Iterable[str]) -> str:

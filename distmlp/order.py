@@ -143,8 +143,22 @@ class Order:
         moved = permute(np.where(whole, block, 0), np.maximum(full_blocks, 1), key)
         return start + np.where(whole, moved, block) * BLOCK_ROWS + offset
 
-    def window_runs(self, epoch: int, stream: int, number: int) -> list[tuple[int, int]]:
-        """Window `number` of a stream as it is read: (first global row, rows) of every block, or of all at once."""
+    def window_blocks(self, epoch: int, stream: int, first: int, count: int) -> list[list[int]]:
+        """Which whole blocks of `stream` windows `first` to `first + count - 1` hold, in the order of reading."""
+        each, whole = WINDOW_ROWS // BLOCK_ROWS, self.stream_length(stream) // BLOCK_ROWS
+        places = np.arange(first * each, min((first + count) * each, whole), dtype=np.int64)
+        if not len(places):
+            return [[] for _ in range(count)]
+        moved = permute(places, whole, permutation_key(self.seed, epoch, stream, 0)).tolist()
+        return [moved[k * each : (k + 1) * each] for k in range(count)]
+
+    def window_runs(
+        self, epoch: int, stream: int, number: int, moved: list[int] | None = None
+    ) -> list[tuple[int, int]]:
+        """Window `number` of a stream as it is read: (first global row, rows) of every block, or of all at once.
+
+        `moved`: its `window_blocks` where they are known.
+        """
         first = number * WINDOW_ROWS
         length, start = self.stream_length(stream), self.stream_start(stream)
         count = min(WINDOW_ROWS, length - first)
@@ -152,12 +166,11 @@ class Order:
             return []
         if not self.shuffle:
             return [(start + first, count)]
-        whole = length // BLOCK_ROWS  # a short last block keeps its place at the end
-        blocks = np.arange(first // BLOCK_ROWS, min((first + WINDOW_ROWS) // BLOCK_ROWS, whole), dtype=np.int64)
-        moved = permute(blocks, whole, permutation_key(self.seed, epoch, stream, 0))
-        runs = [(start + block * BLOCK_ROWS, BLOCK_ROWS) for block in moved.tolist()]
+        if moved is None:
+            moved = self.window_blocks(epoch, stream, number, 1)[0]
+        runs = [(start + block * BLOCK_ROWS, BLOCK_ROWS) for block in moved]
         rest = count - len(runs) * BLOCK_ROWS
-        return [*runs, (start + whole * BLOCK_ROWS, rest)] if rest else runs
+        return [*runs, (start + length // BLOCK_ROWS * BLOCK_ROWS, rest)] if rest else runs
 
     def window_places(self, epoch: int, stream: int, number: int) -> NDArray:
         """Which of the rows that `window_runs` names, one after the other, stands at each place, int64 (rows,).

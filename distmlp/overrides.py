@@ -11,7 +11,7 @@ from typing import Any
 from distmlp.config_messages import nearest
 from distmlp.errors import ConfigError
 
-_PATHS = (("data", "train"), ("data", "validation"), ("run", "output"))
+_PATHS = (("data", "train"), ("data", "validation"), ("data", "scratch"), ("run", "output"))
 _EXCLUSIVE = {
     ("model", "layers"): "hidden",
     ("model", "hidden"): "layers",

@@ -142,6 +142,7 @@ class Run:
             "seconds": time.perf_counter() - self.began,
             "train_seconds": seconds,
             "data_wait_seconds": report.wait_seconds,
+            "data_wait_share": report.wait_seconds / seconds if seconds > 0 else 0.0,
             "communication_seconds": report.communication_seconds,
         }
 

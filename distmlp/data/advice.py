@@ -30,6 +30,6 @@ def advice(layout: Layout) -> str:
     if layout.filters and rows > MANY_BLOCKS * BLOCK_ROWS:
         return (
             f"chunks of {rows} rows: shuffled reading decodes each about {rows // BLOCK_ROWS} times where data does "
-            f"not fit in memory; {repack}"
+            f"not fit in memory; {repack}, or set data.scratch to a folder on a local disk with room"
         )
     return ""

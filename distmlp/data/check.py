@@ -15,7 +15,7 @@ from distmlp.data.reader import RowReader
 from distmlp.data.rows import ROLES
 from distmlp.data.shards import check_shapes
 from distmlp.data.sources import expand
-from distmlp.errors import DataError
+from distmlp.errors import ConfigError, DataError
 
 PIECE_BYTES = 16 << 20
 
@@ -70,8 +70,10 @@ def check(
 ) -> Summary:
     """Open, validate and read through every file of `patterns`. Dataset names as in [data]; "" for none.
 
-    Bad files are part of the answer; DataError only where a pattern matches nothing.
+    Bad files are part of the answer; DataError only where a pattern matches nothing, ConfigError without inputs.
     """
+    if not inputs:
+        raise ConfigError("data check: the dataset of the inputs has no name; give one with --inputs")
     paths = expand(patterns)
     datasets = {role: name for role, name in zip(ROLES, (inputs, targets, sample_weights), strict=True) if name}
     inspected = inspect_files(paths, datasets)

@@ -66,6 +66,8 @@ def convert(
     out, world = Path(out), world or World()
     if not sources:
         raise ConfigError("data convert: no source is given")
+    if selection.inputs.strip() == "none":
+        raise ConfigError("--inputs none: rows need inputs; name columns or a dataset, or leave the option out")
     if not 0.0 <= validation < 1.0:
         raise ConfigError(f"--validation {validation:g}: expected a fraction from 0 to below 1")
     if overwrite and resume:

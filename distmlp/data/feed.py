@@ -12,6 +12,7 @@ from distmlp.data.memory import available_bytes
 from distmlp.data.pool import Pool, Task, reader_threads
 from distmlp.data.resident import Resident, load
 from distmlp.data.rows import Rows
+from distmlp.data.scratch import Scratch, helps
 from distmlp.data.shards import Shards
 from distmlp.data.streaming import Singles, Window, WindowBatches, Windows, read_rows, window_rows
 from distmlp.data.values import blame
@@ -34,10 +35,13 @@ class Feed:
 
     `residence`: "host" keeps all own rows in memory, "stream" reads them as they are needed, "auto" decides
     by the free memory; "device" means that the engine holds the rows (`resident`) and is like "auto" here.
+    `scratch`: a folder for decoded rows of compressed files that are streamed, see `Scratch`; "": none.
     Nothing is read before the first call that needs rows. Not to be shared between threads.
     """
 
-    def __init__(self, shards: Shards, order: Order, world: World, residence: str = "auto", readers: int = 0) -> None:
+    def __init__(
+        self, shards: Shards, order: Order, world: World, residence: str = "auto", readers: int = 0, scratch: str = ""
+    ) -> None:
         if order.streams < world.size:
             raise ConfigError(
                 f"data.streams = {order.streams}: fewer than the {world.size} ranks; give every rank a stream at least"
@@ -49,6 +53,8 @@ class Feed:
         self._pool = Pool(reader_threads(readers, world.local_size))
         self._free_bytes = available_bytes() // max(1, world.local_size)
         self._source: _Source | None = None
+        self._scratch_folder = scratch
+        self._scratch: Scratch | None = None
         self.residence = "host" if residence == "host" or self._fits(residence) else "stream"
         if residence == "host" and self.resident_bytes() > self._free_bytes:
             raise SystemUnfitError(
@@ -87,20 +93,33 @@ class Feed:
             self.wait_seconds += time.perf_counter() - start
             return source
         fits = WindowBatches.memory_bytes(self.shards, self._lanes) <= RESIDENT_SHARE * self._free_bytes
+        if not fits:
+            self.shards.keep_chunks(int(CHUNK_SHARE * self._free_bytes))
+            return Singles(self.shards, self._lanes, self._pool)
+        return WindowBatches(self._files(), self.shards, self._lanes, self._pool)
+
+    def _files(self) -> Shards | Scratch:
+        """What windows are read from: the files, or what they were decoded into."""
         self.shards.keep_chunks(int(CHUNK_SHARE * self._free_bytes))
-        return (WindowBatches if fits else Singles)(self.shards, self._lanes, self._pool)
+        if not self._scratch_folder or not helps(self.shards):
+            return self.shards
+        if self._scratch is None:
+            rows = self.order.owned_rows(self.streams)
+            self._scratch = Scratch(self.shards, rows, self._scratch_folder, self._pool)
+        return self._scratch
 
     def window_rows(self) -> int:
         """Rows of the arrays of one window."""
         return window_rows(self._lanes)
 
-    def windows(self, rooms: Sequence[Window], convert: Callable[[Any, int, int], object]) -> Windows:
+    def windows(
+        self, rooms: Sequence[Window], convert: Callable[[Any, int, int], object], places: bool = True
+    ) -> Windows:
         """Own rows window by window, for an engine that picks the rows of a batch itself. See `Windows`."""
-        self.shards.keep_chunks(int(CHUNK_SHARE * self._free_bytes))
         if self.residence == "host":
             self._source = self._source or self._open()
-        source = self._source if isinstance(self._source, Resident) else self.shards
-        return Windows(source, self._lanes, self._pool, rooms, convert)
+        source = self._source if isinstance(self._source, Resident) else self._files()
+        return Windows(source, self._lanes, self._pool, rooms, convert, places)
 
     def fits_memory(self, size_bytes: int) -> bool:
         """Whether buffers of that size leave enough memory to others."""
@@ -123,7 +142,7 @@ class Feed:
 
     def advice(self) -> list[str]:
         """What slows this rank's reading down and how to mend it: layouts that do not suit streaming."""
-        if self.residence != "stream":
+        if self.residence != "stream" or (self._scratch_folder and helps(self.shards)):
             return []
         found = {text.split(";")[0]: text for file in self.shards.files if (text := advice(file["inputs"]))}
         return [f"data: {text}" for text in found.values()]
@@ -153,3 +172,6 @@ class Feed:
             self._source.close()
         self._source = None
         self._pool.close()
+        if self._scratch is not None:
+            self._scratch.close()
+            self._scratch = None

@@ -67,8 +67,7 @@ def npz_source(path: Path, selection: Selection) -> Source:
         return arrays[name]
 
     inputs = pick(selection.inputs, INPUT_NAMES, "inputs")
-    if inputs is None:
-        raise DataError(f"{path}: --inputs none leaves nothing to convert")
+    assert inputs is not None
     return pair_source(inputs, pick(selection.targets, TARGET_NAMES, "targets"), pick(selection.weights, (), "weights"))
 
 

@@ -7,6 +7,7 @@ description, from which rows are read without the library (`reader`). Pure apart
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -71,12 +72,12 @@ class Layout:
         """Chunks along each dimension."""
         return tuple(-(-size // step) for size, step in zip(self.shape, self.chunk, strict=True))
 
-    @property
+    @cached_property
     def chunk_bytes(self) -> int:
         """Bytes of one chunk before the filters."""
         return math.prod(self.chunk) * self.dtype.itemsize
 
-    @property
+    @cached_property
     def chunks_are_rows(self) -> bool:
         """Chunks hold whole rows, unfiltered: parts of one can be read by themselves."""
         return self.kind == "chunked" and not self.filters and self.chunk[1:] == self.shape[1:]
@@ -85,6 +86,32 @@ class Layout:
     def plain(self) -> bool:
         """Rows are raw bytes at an offset of the file."""
         return self.kind == "contiguous" and self.offset >= 0
+
+    def spans(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]] | None:
+        """Where the bytes of stretches of rows, (first row, rows) each, lie: (offset, bytes), neighbours joined.
+
+        None where they do not lie in the file as they are.
+        """
+        step = self.row_bytes
+        if self.plain:
+            return [(self.offset + first * step, count * step) for first, count in runs]
+        if not self.chunks_are_rows or self.chunks is None:
+            return None
+        spans: list[tuple[int, int]] = []
+        offsets, sizes, each = self.chunks["offset"], self.chunks["size"], self.chunk[0]
+        for first, count in runs:
+            stop = first + count
+            for number in range(first // each, -(-stop // each)):
+                start = int(offsets[number])
+                if start < 0 or sizes[number] != self.chunk_bytes:
+                    return None
+                low, high = max(first - number * each, 0), min(stop - number * each, each)
+                start += low * step
+                if spans and spans[-1][0] + spans[-1][1] == start:
+                    spans[-1] = (spans[-1][0], spans[-1][1] + (high - low) * step)
+                else:
+                    spans.append((start, (high - low) * step))
+        return spans
 
     def where(self, start: int, stop: int) -> str:
         """ "file, dataset `name`, rows a to b" for messages; `stop` is exclusive."""

@@ -31,6 +31,9 @@ class Task:
     def done(self) -> bool:
         return self._done.is_set()
 
+    def succeeded(self) -> bool:
+        return self._done.is_set() and self._error is None
+
     def settle(self) -> None:
         """Wait until it has ended, whatever came out."""
         self._done.wait()

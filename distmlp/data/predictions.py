@@ -25,9 +25,10 @@ class PredictionWriter:
         self._path = path
         self._file: h5py.File | None = None
         self._handle: BinaryIO | None = None
-        self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        self._temporary: Path | None = None
         try:
             check_replaceable(path, sources)
+            self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
             path.parent.mkdir(parents=True, exist_ok=True)
             # A file of our own: HDF5 would lock one that it opens, if HDF5_USE_FILE_LOCKING says so.
             self._handle = open(self._temporary, "x+b")  # noqa: SIM115 - closed by `finish` or `close`
@@ -51,6 +52,7 @@ class PredictionWriter:
                 self._handle.flush()
                 os.fsync(self._handle.fileno())
                 self._handle.close()
+            assert self._temporary is not None
             os.replace(self._temporary, self._path)
         except (OSError, RuntimeError) as error:
             raise self._fault(error) from None
@@ -64,7 +66,8 @@ class PredictionWriter:
             if self._handle is not None:
                 self._handle.close()
         with suppress(OSError):
-            self._temporary.unlink()
+            if self._temporary is not None:
+                self._temporary.unlink()
 
     def _fault(self, error: Exception) -> DataError:
         self.close()

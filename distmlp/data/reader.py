@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from distmlp.data.decode import DamagedChunk, decode
+from distmlp.data import aio
+from distmlp.data.decode import DamagedChunk, decode, room
 from distmlp.data.layout import Layout
 from distmlp.errors import DataError
 
@@ -72,20 +73,32 @@ class RowReader:
 
     def read_runs(self, layout: Layout, runs: Sequence[tuple[int, int]], out: NDArray) -> None:
         """Stretches of rows, (first row, rows) each, one after the other into `out`. Raises as `read` does."""
-        plain = layout.plain and layout.checksums is None and out.dtype == layout.dtype and out.flags.c_contiguous
-        view, step, done = (memoryview(out.reshape(-1)).cast("B") if plain and out.size else None), layout.row_bytes, 0
+        direct = layout.checksums is None and out.dtype == layout.dtype and out.flags.c_contiguous and out.size
+        spans = layout.spans(runs) if direct else None
+        if spans is not None and self._fill_spans(layout.path, spans, out.reshape(-1).data.cast("B")):
+            return
+        done = 0
         for first, count in runs:
-            size = count * step
-            if view is None or not self._fill_at_once(layout, first * step, view[done * step : done * step + size]):
-                self.read(layout, first, first + count, out[done : done + count])
+            self.read(layout, first, first + count, out[done : done + count])
             done += count
 
-    def _fill_at_once(self, layout: Layout, start: int, view: memoryview) -> bool:
-        """One system call and next to nothing beside it: the interpreter is what reader threads wait for."""
+    def _fill_spans(self, path: str, spans: Sequence[tuple[int, int]], view: memoryview) -> bool:
+        """(offset, bytes) of a file, one after the other, into `view`; False where that does not work at once.
+
+        Next to nothing is done beside the system calls: the interpreter is what reader threads wait for.
+        """
+        done = 0
         try:
-            return os.preadv(self._handles.get(layout.path), (view,), layout.offset + start) == len(view)
+            handle = self._handles.get(path)
+            if len(spans) >= aio.WORTHWHILE and aio.usable():
+                return aio.read_spans(handle, spans, np.frombuffer(view, np.uint8).ctypes.data)
+            for offset, size in spans:
+                if os.preadv(handle, (view[done : done + size],), offset) != size:
+                    return False
+                done += size
         except OSError:
-            return False  # `read` tells what is wrong
+            return False
+        return True
 
     def _read(self, layout: Layout, start: int, stop: int, out: NDArray) -> None:
         if layout.kind == "chunked":
@@ -156,23 +169,23 @@ class RowReader:
         key = (layout.path, layout.name, number)
         chunk = self._cache.get(key)
         if chunk is None:
-            chunk = self._decoded(layout, cell, number)
+            chunk = self._decoded(layout, cell, number, keep)
             if keep:
                 self._cache.put(key, chunk)
         return chunk
 
-    def _decoded(self, layout: Layout, cell: tuple[int, ...], number: int) -> NDArray:
+    def _decoded(self, layout: Layout, cell: tuple[int, ...], number: int, lasting: bool) -> NDArray:
         assert layout.chunks is not None
         offset, size, mask = (int(value) for value in layout.chunks[number])
         if offset < 0:
             return np.broadcast_to(np.frombuffer(layout.fill, layout.dtype)[0], layout.chunk)
         first = cell[0] * layout.chunk[0]
         where = layout.where(first, min(layout.rows, first + layout.chunk[0]))
-        stored = bytearray(size)
-        if not self._fill(layout.path, offset, memoryview(stored)):
+        stored = room("stored", size)
+        if not self._fill(layout.path, offset, stored.data if size else memoryview(b"")):
             raise DataError(f"{where}: the file ends before them; it was cut off after it was checked")
         try:
-            return decode(layout, stored, mask)
+            return decode(layout, stored, mask, lasting)
         except DamagedChunk as damage:
             raise DataError(f"{where}: the chunk is damaged: {damage}; copy or make the file again") from None
 

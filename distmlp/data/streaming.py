@@ -16,6 +16,8 @@ from distmlp.data.shards import Shards
 from distmlp.order import WINDOW_ROWS
 
 HELD = 2  # windows in memory: the one in use and the next
+TASK_BYTES = 4 << 20  # that a thread should read at a time
+AHEAD = 64  # windows whose blocks are worked out at once
 
 
 class Source(Protocol):
@@ -67,20 +69,21 @@ class Windows:
     """Whole windows of all own streams, read ahead by the pool's threads: one read for each shuffled block.
 
     `rooms`: at least two, to be filled in turn. `convert(window, first, stop)` is called by the thread that has read
-    rows `first` to `stop - 1` of a window.
+    rows `first` to `stop - 1` of a window. `places`: whether to work out the order inside the windows.
     """
 
     def __init__(
         self, source: Source, lanes: Lanes, pool: Pool, rooms: Sequence[Window],
-        convert: Callable[[Any, int, int], object] = lambda window, first, stop: None,
+        convert: Callable[[Any, int, int], object] = lambda window, first, stop: None, places: bool = True,
     ) -> None:  # fmt: skip
         self._source, self._lanes, self._pool, self._convert = source, lanes, pool, convert
+        self._places, self._blocks = places, dict[int, tuple[tuple[int, int], list[list[int]]]]()
         order = lanes.order
         longest = max(order.stream_length(stream) for stream in (lanes.streams.start, lanes.streams.stop - 1))
         self.count = max(1, -(-longest // WINDOW_ROWS))  # windows of an epoch
         self.span = WINDOW_ROWS * len(lanes.streams)  # own positions in one
-        self._stride = window_rows(lanes) // len(lanes.streams)  # rows of a stream in the arrays
-        self._parts = max(1, min(16, pool.threads // len(lanes.streams)))  # threads that share one stream's window
+        self.stride = window_rows(lanes) // len(lanes.streams)  # rows of a stream in the arrays
+        self._shares = _shares(len(lanes.streams), pool.threads, rooms)
         self._free = list(rooms)
         self._filling: dict[int, Window] = {}
 
@@ -105,8 +108,8 @@ class Windows:
         return window
 
     def ready(self, number: int) -> bool:
-        """Whether `get` of window `number` would not wait."""
-        return number in self._filling and all(task.done() for task in self._filling[number].tasks)
+        """Whether `get` of window `number` would neither wait nor raise."""
+        return number in self._filling and all(task.succeeded() for task in self._filling[number].tasks)
 
     def drop(self, number: int, copy: Copy) -> None:
         """Window `number` is not needed any more once `copy` has ended."""
@@ -124,10 +127,8 @@ class Windows:
 
     def _start(self, number: int, window: Window) -> None:
         self._filling[number], window.copy = window, None
-        window.tasks = [self._pool.submit(self._order, number, window)]
-        for lane in range(len(self._lanes.streams)):
-            for part in range(self._parts):
-                window.tasks.append(self._pool.submit(self._fill, number, lane, part, window))
+        window.tasks = [self._pool.submit(self._order, number, window)] if self._places else []
+        window.tasks += [self._pool.submit(self._fill, number, *share, window) for share in self._shares]
 
     def _keep(self, numbers: range) -> None:
         for number in [number for number in self._filling if number not in numbers]:
@@ -138,23 +139,58 @@ class Windows:
                 task.settle()  # nobody may write into an array that is used anew
             self._free.append(window)
 
-    def _fill(self, number: int, lane: int, part: int, window: Window) -> None:
+    def _fill(self, number: int, lanes: range, part: int, parts: int, window: Window) -> None:
+        """Read a share of a window: some streams, or one of `parts` parts of a stream."""
+        begin, wanted = lanes.start * self.stride, list[tuple[int, int]]()
+        count = 0
+        for lane in lanes:
+            runs = self._runs(number, self._lanes.streams.start + lane)
+            low, high = len(runs) * part // parts, len(runs) * (part + 1) // parts
+            if begin + count != lane * self.stride:  # the stream before it was shorter
+                self._read(wanted, begin, count, window)
+                begin, wanted, count = lane * self.stride, [], 0
+            if low:
+                begin += sum(rows for _, rows in runs[:low])
+            wanted += runs[low:high]
+            count += sum(rows for _, rows in runs[low:high])
+        self._read(wanted, begin, count, window)
+
+    def _read(self, runs: list[tuple[int, int]], first: int, count: int, window: Window) -> None:
+        if count:
+            self._source.read_runs(runs, window.rows.map(lambda array: array[first : first + count]))
+            self._convert(window, first, first + count)
+
+    def _runs(self, number: int, stream: int) -> list[tuple[int, int]]:
+        """`Order.window_runs` of a window; many windows' blocks at once cost little more than those of one."""
         epoch, place = divmod(number, self.count)
-        stretches = self._lanes.order.window_runs(epoch, self._lanes.streams.start + lane, place)
-        mine = stretches[len(stretches) * part // self._parts : len(stretches) * (part + 1) // self._parts]
-        first = lane * self._stride + sum(count for _, count in stretches[: len(stretches) * part // self._parts])
-        stop = first + sum(count for _, count in mine)
-        if first < stop:
-            self._source.read_runs(mine, window.rows.map(lambda array: array[first:stop]))
-            self._convert(window, first, stop)
+        base, order = place // AHEAD * AHEAD, self._lanes.order
+        key, blocks = self._blocks.get(stream, ((-1, -1), []))
+        if key != (epoch, base):
+            blocks = order.window_blocks(epoch, stream, base, AHEAD)
+            self._blocks[stream] = (epoch, base), blocks
+        return order.window_runs(epoch, stream, place, blocks[place - base])
+
+    def filled(self, number: int) -> list[range]:
+        """Which rows of the arrays window `number` fills: all of them, or some of every stream at an epoch's end."""
+        left = [self._lanes.order.stream_length(stream) - number % self.count * WINDOW_ROWS
+                for stream in self._lanes.streams]  # fmt: skip
+        if min(left) >= self.stride:
+            return [range(len(left) * self.stride)]
+        return [range(lane * self.stride, lane * self.stride + min(self.stride, count))
+                for lane, count in enumerate(left) if count > 0]  # fmt: skip
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are rooms that nothing is read into, as their copies have not ended."""
+        return bool(self._free)
 
     def _order(self, number: int, window: Window) -> None:
         order, streams = self._lanes.order, self._lanes.streams
         epoch, place = divmod(number, self.count)
-        places = np.full((self._stride, len(streams)), -1, np.int64)  # streams may differ in length by one row
+        places = np.full((self.stride, len(streams)), -1, np.int64)  # streams may differ in length by one row
         for lane, stream in enumerate(streams):
             own = order.window_places(epoch, stream, place)
-            places[: len(own), lane] = lane * self._stride + own
+            places[: len(own), lane] = lane * self.stride + own
         window.places = places[places >= 0]
 
     def close(self) -> None:
@@ -162,13 +198,27 @@ class Windows:
         self._keep(range(0))
 
 
+def _shares(lanes: int, threads: int, rooms: Sequence[Window]) -> list[tuple[range, int, int]]:
+    """(streams, part, of so many parts of the stream) for the tasks that read a window.
+
+    Few streams are shared by several threads; of narrow rows a task takes several streams, as long as the windows that
+    are read at once give every thread a task: what comes with a task and does not depend on its size stays small.
+    """
+    parts = max(1, min(16, threads // lanes))
+    if parts > 1:
+        return [(range(lane, lane + 1), part, parts) for lane in range(lanes) for part in range(parts)]
+    stream_bytes = sum(array.nbytes for array in rooms[0].rows.parts) // lanes
+    group = max(1, min(TASK_BYTES // max(1, stream_bytes), lanes * (len(rooms) - 1) // threads))
+    return [(range(lane, min(lanes, lane + group)), 0, 1) for lane in range(0, lanes, group)]
+
+
 class WindowBatches:
     """Batches out of windows in host memory."""
 
-    def __init__(self, shards: Shards, lanes: Lanes, pool: Pool) -> None:
+    def __init__(self, source: Source, shards: Shards, lanes: Lanes, pool: Pool) -> None:
         self._shards, self._lanes = shards, lanes
         rooms = [Window(shards.empty(window_rows(lanes))) for _ in range(HELD)]
-        self._windows = Windows(shards, lanes, pool, rooms)
+        self._windows = Windows(source, lanes, pool, rooms)
 
     @staticmethod
     def memory_bytes(shards: Shards, lanes: Lanes) -> int:

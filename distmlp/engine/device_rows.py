@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from distmlp.data.shards import Rows
 
 PIECE_BYTES = 64 << 20  # of streamed rows that one launch takes
-READ_BYTES = 8 << 20  # of resident rows that one thread reads at a time
+READ_BYTES = 16 << 20  # of resident rows that one thread reads at a time
 INDEX_ROWS = 1 << 32  # the index table counts in uint32
 
 
@@ -174,6 +174,9 @@ class ResidentRows:
             self._epoch = epoch
         return self.place, self._own.bounds(numbers.start, len(numbers))[:-1]
 
+    def meanwhile(self) -> None:
+        """While the launch runs."""
+
     def launched(self) -> None:
         """The launch that reads what `prepare` gave is queued."""
 
@@ -222,6 +225,9 @@ class StreamedRows:
         slot.copied.record(self._copies)
         self._ledger.stream.wait_event(slot.copied)
         return slot.place, np.array(firsts)
+
+    def meanwhile(self) -> None:
+        """While the launch runs."""
 
     def launched(self) -> None:
         """The launch that reads what `prepare` gave is queued."""

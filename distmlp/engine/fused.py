@@ -156,6 +156,7 @@ class FusedEngine:
         self._put_steps(first, rates, firsts)
         self._state.train_steps(place.arguments, 0, len(rates), False)
         rows.launched()
+        rows.meanwhile()
         results = self._results(len(rates))
         self._pace((perf_counter() - started) / len(rates))
         return results, self._stop()
@@ -180,6 +181,7 @@ class FusedEngine:
         self._state.train_steps(arguments, 0, len(rates), False)
         if fault is None:
             rows.launched()
+            rows.meanwhile()
         with world.inside("all_reduce"):
             results = self._results(len(rates))
         stop, failed, seconds = peers.outcome(int(np.count_nonzero(results["status"] != layout.NOT_RUN)))

@@ -81,5 +81,5 @@ def place_rows(
     if hasattr(feed, "windows"):
         on_host, on_device = WindowRows.bytes_needed(feed, own, network.outputs)
         if feed.fits_memory(on_host) and fits_device(on_device):
-            return WindowRows(feed, targets, own, ledger)
+            return WindowRows(feed, targets, own, ledger, device.capability)
     return StreamedRows(feed, sample, targets, own, ledger)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from distmlp.engine.plan_chain import plan_chain
 from distmlp.engine.plan_narrow import plan_narrow
 from distmlp.engine.plan_resident import plan_resident
 from distmlp.engine.plan_sweep import plan_sweep
@@ -27,6 +28,7 @@ GENERAL = "wide"  # the kernel that takes any network
 PLANNERS: dict[str, Callable[[Task, Device], SpecialPlan | None]] = {
     "narrow": plan_narrow,
     "sweep": plan_sweep,
+    "chain": plan_chain,
     "resident": plan_resident,
 }
 MAX_STEPS = 1024  # of one call: entries of the step table and the loss ring
@@ -148,7 +150,9 @@ def choose_special(task: Task, device: Device, kernel: str = "auto") -> SpecialP
     if task.lane_rows:
         return None
     for name, planner in PLANNERS.items():
-        if kernel in ("auto", name) and (special := planner(task, device)) is not None:
+        if kernel not in ("auto", name) or (special := planner(task, device)) is None:
+            continue
+        if kernel == name or getattr(special, "pays", True):
             return special
     return None
 

@@ -77,7 +77,7 @@ def forecast(run: Path, patterns: Sequence[str], overrides: Sequence[str] = ()) 
     shards = Shards.open(names, world, loss=config.model.loss, layers=config.model.layers)
     config = config.with_layers(shards.features, shards.outputs)
     order = Order(shards.rows, config.data.streams, config.data.batch, config.run.seed, config.data.shuffle)
-    feed = Feed(shards, order, world, "stream", config.data.readers)
+    feed = Feed(shards, order, world, "stream", config.data.readers, config.data.scratch)
     try:
         rate = _reading(feed)
     finally:
@@ -92,9 +92,11 @@ def _reading(feed: Feed) -> float:
     count, started = 0, time.perf_counter()
     if feed.fits_memory(2 * feed.window_rows() * feed.shards.row_bytes):
         rooms = [Window(feed.shards.empty(feed.window_rows())) for _ in range(2)]
-        windows, number = feed.windows(rooms, lambda window, first, stop: None), 0
+        windows, number = feed.windows(rooms, lambda window, first, stop: None, places=False), 0
+        started = time.perf_counter()
         while time.perf_counter() - started < READ_SECONDS:
-            count += len(windows.get(number).places)
+            windows.get(number)
+            count += sum(map(len, windows.filled(number)))
             number += 1
         windows.close()
     else:

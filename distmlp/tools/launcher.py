@@ -10,9 +10,16 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from distmlp.comm.threads import host_cores
 from distmlp.errors import ConfigError, SystemUnfitError
 
 NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
+_RANKS_PER_CORE = 8
+# Where mpirun finds the hosts of a job: PBS, LSF, Grid Engine, hydra, Intel MPI, Open MPI 4 and 5.
+_HOST_LISTS = (
+    "PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE", "HYDRA_HOST_FILE", "I_MPI_HYDRA_HOST_FILE",
+    "OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile",
+)  # fmt: skip
 
 
 def find_mpirun() -> str | None:
@@ -36,7 +43,8 @@ def launch_command(ranks: int, wanted: str = "", environ: Mapping[str, str] = os
     """The words that go before a command to start it as `ranks` processes.
 
     `wanted`: the user's own launch line, in which `{ranks}` stands for their number; without it `-n RANKS` is
-    appended. Raises ConfigError for a line that cannot be split, SystemUnfitError where there is no launcher.
+    appended. Raises ConfigError for a line that cannot be split, SystemUnfitError where
+    there is no launcher, and for more ranks than one host can hold where it is the only one.
     """
     if wanted:
         try:
@@ -54,6 +62,12 @@ def launch_command(ranks: int, wanted: str = "", environ: Mapping[str, str] = os
         raise SystemUnfitError(
             f"no launcher: none of {', '.join(NAMES)} is on PATH or beside {sys.executable}; load the cluster's MPI "
             "module, or `pip install 'distmlp[mpich]'`, or name one with --launcher"
+        )
+    most = max(64, int(_RANKS_PER_CORE * host_cores()))
+    if ranks > most and not any(name in environ for name in _HOST_LISTS):
+        raise SystemUnfitError(
+            f"{ranks:,} ranks: more than the {most} that are started on one host of {host_cores():g} cores, where each "
+            "takes some 100 MB; start so many inside a Slurm job, or with a launch line of your own: --launcher"
         )
     return [mpirun, "-n", str(ranks)]
 

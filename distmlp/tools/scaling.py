@@ -11,6 +11,7 @@ import numpy as np
 from distmlp.comm.hints import read_launch
 from distmlp.config import RunConfig
 from distmlp.errors import ConfigError
+from distmlp.tools.launcher import launch_command
 from distmlp.tools.scaling_build import build_report
 from distmlp.tools.scaling_report import require_packages, write_report
 from distmlp.tools.scaling_runs import FinishedRun, modes_of
@@ -51,6 +52,8 @@ def run_scaling(
         raise ConfigError(f"scaling starts its ranks itself; run it without {launch.launcher}")
     RunConfig.load(run, set_)  # its faults are the user's, and to be told before anything runs
     counts = _counts(ranks)
+    if max(counts) > 1 or launcher:
+        launch_command(max(counts), launcher)  # likewise
     sweep = Sweep(
         run.absolute(), tuple(set_), launcher, (out / "runs").absolute(), child_environment(max(counts)),
         _length(steps, target_loss),

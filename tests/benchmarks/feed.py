@@ -1,11 +1,14 @@
 """How fast rows come from files in the page cache to the GPU, and what that leaves of the speed of training.
 
-    python tests/benchmarks/feed.py [--rows N] [--folder DIR] [--readers N] > tests/benchmarks/results/h200-feed.json
+    python tests/benchmarks/feed.py --compile
+    python tests/benchmarks/feed.py --out tests/benchmarks/results/h200-feed.json [--folder DIR] [--scale S]
 
-GB/s (of inputs and targets, 784 float32 and one) of one `h5py` thread into host memory; of the rows as they lie into
-device memory (`resident`: all of them at the start); of an epoch streamed in training order, shuffled or not. Then
-`training`: samples a second with rows resident and streamed, the peak of memory beside the size of the data, and a
-PyTorch DataLoader over h5py whose batches go to the GPU.
+`rates`, in GB/s of inputs and targets: one thread of `h5py` into host memory; all rows as they lie into device memory,
+as at the start of a run whose rows fit there (`resident`); an epoch in training order, window by window, unshuffled
+(`streamed`) and shuffled; of compressed rows also where decoded chunks do not stay in memory, and with `data.scratch`.
+`training`: samples a second with rows resident and streamed. `limited`: a run whose data is
+larger than the memory it is told of, in a process of its own. `loader`: a PyTorch DataLoader over h5py
+(`feed_loader.py`). Every figure is told as it comes, and the results file is written anew after each.
 """
 
 from __future__ import annotations
@@ -14,201 +17,301 @@ import argparse
 import json
 import os
 import platform
-import resource
+import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from datetime import date
+from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import cupy
 import h5py
 import numpy as np
-from feed_rate import timed, with_h5py, write
+from feed_rate import open_shards, timed, with_h5py, write
 
-from distmlp.checkpoint.contents import network_of
-from distmlp.comm.world import World
-from distmlp.config import RunConfig
-from distmlp.data.feed import Feed
-from distmlp.data.shards import Shards
-from distmlp.engine import Standardization, State
-from distmlp.engine.affine import Affine
-from distmlp.engine.compile import kernel_sha256
-from distmlp.engine.device_rows import ResidentRows
-from distmlp.engine.fused import FusedEngine
-from distmlp.order import Order
+if TYPE_CHECKING:
+    from distmlp.engine.fused import FusedEngine
 
-FEATURES, STREAMS = 784, 16
-NARROW = 64
+FEATURES, STREAMS, BATCH = 784, 16, 8192
+SHARDS = 8
 GZIP = {"chunks": 256, "compression": "gzip", "compression_opts": 1, "shuffle": True}
-BATCH = 8192
-NETWORKS = ([784, 1024, 1024, 1], [784, 2048, 2048, 2048, 1], [784, 4096, 4096, 1])
+LAYOUTS = (  # name, rows, columns, options of h5py
+    ("contiguous, 784 columns", 1_000_000, FEATURES, {}),
+    ("contiguous, 64 columns", 4_000_000, 64, {}),
+    ("chunks of 256 rows, 784 columns", 1_000_000, FEATURES, {"chunks": 256}),
+    ("gzip, chunks of 256 rows, 784 columns", 500_000, FEATURES, GZIP),
+)
+NETWORKS = ([784, 2048, 2048, 2048, 1], [784, 4096, 4096, 1], [784, 4096, 4096, 4096, 1])
+BUDGET = 1_500_000_000  # bytes of host and of device memory that the limited run is told of
+T0 = time.monotonic()
 
 
-def engine_over(path: Path, layers: list[int], residence: str, readers: int, shuffle: bool = True) -> FusedEngine:
-    """A fused engine whose rows come from `path`."""
-    config = RunConfig.model_validate({
+def say(what: object) -> None:
+    print(f"[{time.monotonic() - T0:.1f} s] {what}", file=sys.stderr, flush=True)
+
+
+def settings(pattern: str, layers: list[int], residence: str) -> Any:
+    """The configuration of a run on such rows."""
+    from distmlp.config import RunConfig
+
+    return RunConfig.model_validate({
         "model": {"layers": layers, "loss": "mse"},
-        "data": {"train": str(path), "batch": BATCH, "streams": STREAMS, "residence": residence, "shuffle": shuffle},
+        "data": {"train": pattern, "batch": BATCH, "streams": STREAMS, "residence": residence},
         "run": {"precision": "bf16", "steps": 1},
     })  # fmt: skip
-    names = SimpleNamespace(train=str(path), inputs="inputs", targets="targets", sample_weights="")
-    shards = Shards.open(names, World(), loss="mse")
-    feed = Feed(shards, Order(shards.rows, STREAMS, BATCH, 0, shuffle), World(), residence, readers)
+
+
+def compile_all() -> None:
+    """Every kernel that is needed, side by side, into the cache."""
+    from distmlp.checkpoint.contents import network_of
+    from distmlp.engine.compile import cubin
+    from distmlp.engine.fused_state import describe_device, specialisations
+    from distmlp.engine.optimizers import needs_norm, slot_names
+    from distmlp.engine.plan import make_plan
+    from distmlp.engine.plan_task import Device, Task
+
+    device, jobs = Device(*describe_device()), {("order.cu", ()): ("order.cu", {}, 0)}
+    for layers in NETWORKS:
+        config = settings("rows.h5", layers, "auto")
+        slots = slot_names(config.optimizer.name)
+        task = Task(
+            network_of(config), BATCH, "bf16", "mse", False, False, slots, False, 1, "f4", needs_norm(config.optimizer)
+        )
+        for source, macros in specialisations(config, make_plan(task, device, "auto")):
+            jobs[source, tuple(sorted(macros.items()))] = (source, macros, 0)
+    parts = [(source, macros, device.capability) for source, macros, _ in jobs.values()]
+    say(f"{len(parts)} kernels to compile")
+    with ProcessPoolExecutor(len(parts), get_context("spawn")) as pool:
+        list(pool.map(cubin, *zip(*parts, strict=True)))
+    say("compiled")
+
+
+def make_files(folder: Path, scale: float) -> list[tuple[str, str, int, int]]:
+    """The shards of every layout, written side by side; (name, pattern, rows, columns)."""
+    made, jobs = [], []
+    for number, (name, rows, columns, options) in enumerate(LAYOUTS):
+        each = max(BATCH, int(rows * scale) // SHARDS)
+        jobs += [(folder / f"{number}-{shard}.h5", each, columns, options) for shard in range(SHARDS)]
+        made.append((name, str(folder / f"{number}-*.h5"), each * SHARDS, columns))
+    with ProcessPoolExecutor(min(16, len(os.sched_getaffinity(0))), get_context("fork")) as pool:
+        list(pool.map(write, *zip(*jobs, strict=True)))
+    return made
+
+
+class Arrivals:
+    """Rows on their way to a device that does nothing with them."""
+
+    def __init__(self, pattern: str, readers: int, shuffle: bool, scratch: str = "") -> None:
+        import cupy
+
+        from distmlp.comm.world import World
+        from distmlp.data.feed import Feed
+        from distmlp.engine.affine import Affine
+        from distmlp.engine.device_memory import Ledger
+        from distmlp.engine.device_rows import OwnRows
+        from distmlp.order import Order
+
+        shards = open_shards(pattern)
+        self.order = Order(shards.rows, STREAMS, BATCH, 0, shuffle)
+        self.feed = Feed(shards, self.order, World(), "stream", readers, scratch)
+        self.bytes = shards.rows * shards.row_bytes
+        self.ledger = Ledger(cupy.cuda.Stream(non_blocking=True))
+        self.own = OwnRows(self.order, self.feed.streams)
+        self.affine = Affine(None, np.float32)
+        self.capability = int(cupy.cuda.Device().compute_capability)
+
+    def resident(self) -> float:
+        """GB/s of all rows, as they lie."""
+        from distmlp.engine.device_rows import ResidentRows
+
+        return timed(
+            lambda: ResidentRows(self.feed, self.affine, self.own, self.ledger, self.capability), self.bytes, 2
+        )
+
+    def streamed(self) -> float:
+        """GB/s of an epoch in training order."""
+        from distmlp.engine.device_windows import WindowRows
+
+        rows = WindowRows(self.feed, self.affine, self.own, self.ledger, self.capability)
+        last, epochs = self.order.batches_per_epoch, iter(range(9))
+
+        def epoch() -> None:
+            number, first = next(epochs), 0
+            while first < last:
+                count = rows.steps_at_once(number, first, min(1024, last - first))
+                rows.prepare(number, range(first, first + count))
+                rows.launched()
+                first += count
+            self.ledger.stream.synchronize()
+
+        epoch()
+        return timed(lambda: (epoch(), epoch()), 2 * self.bytes, 1)  # as much is read ahead at the end as at the start
+
+
+def rates(name: str, pattern: str, rows: int, columns: int, readers: int) -> dict[str, Any]:
+    """GB/s of one layout."""
+    row: dict[str, Any] = {"layout": name, "bytes": rows * 4 * (columns + 1)}
+    one = Path(pattern.replace("*", "0"))
+    row["h5py"] = timed(lambda: with_h5py(one, columns), row["bytes"] // SHARDS, 2)
+    say(row)
+    ways = [("resident", False, ""), ("streamed", False, ""), ("streamed_shuffled", True, "")]
+    if "gzip" in name:
+        ways += [("without_memory", True, ""), ("with_scratch", True, str(one.parent))]
+    for what, shuffle, scratch in ways:
+        arrivals = Arrivals(pattern, readers, shuffle, scratch)
+        if what == "without_memory":
+            arrivals.feed._free_bytes = 256 << 20  # for decoded chunks, a quarter of it
+        row[what] = arrivals.resident() if what == "resident" else arrivals.streamed()
+        arrivals.feed.close()
+        say(f"{what}: {row[what]} GB/s")
+    return row
+
+
+def open_fused(pattern: str, layers: list[int], residence: str, readers: int) -> FusedEngine:
+    """A fused engine, ready to train on rows of these files."""
+    from distmlp.checkpoint.contents import network_of
+    from distmlp.comm.world import World
+    from distmlp.data.feed import Feed
+    from distmlp.engine import Standardization, State
+    from distmlp.engine.fused import FusedEngine
+    from distmlp.order import Order
+
+    config, shards = settings(pattern, layers, residence), open_shards(pattern)
     network = network_of(config)
+    feed = Feed(shards, Order(shards.rows, STREAMS, BATCH, 0, True), World(), residence, readers)
     engine = FusedEngine(config, network, World(), feed, Standardization())
     engine.load(State(network.initial(0, "he_normal")))
     return engine
 
 
+def train(engine: FusedEngine, epoch: int) -> tuple[float, float]:
+    """Samples a second and the share of time spent waiting for data, over an epoch."""
+    order = engine._feed.order  # type: ignore[union-attr]
+    started = time.perf_counter()
+    report = engine.train(epoch, 0, np.full(order.batches_per_epoch, 1e-4))
+    seconds = time.perf_counter() - started
+    return order.rows / seconds, report.wait_seconds / seconds
+
+
 def close(engine: FusedEngine) -> None:
-    """End engine and feed."""
-    engine._feed.close()
+    engine._feed.close()  # type: ignore[union-attr]
     engine.close()
 
 
-def to_device(path: Path, readers: int, features: int, shuffle: bool) -> float:
-    """GB/s of an epoch's rows, streamed to the device and not used there."""
-    engine = engine_over(path, [features, 8, 1], "stream", readers, shuffle)
-    order, rows = engine._feed.order, engine._rows
-    total = order.rows * engine._feed.shards.row_bytes
-    last, epochs = order.batches_per_epoch, iter(range(9))
-
-    def epoch() -> None:
-        number, first = next(epochs), 0
-        while first < last:
-            count = rows.steps_at_once(number, first, min(1024, last - first))
-            rows.prepare(number, range(first, first + count))
-            rows.launched()
-            first += count
-        engine._ledger.stream.synchronize()
-
-    epoch()
-    rate = timed(epoch, total)
-    close(engine)
-    return rate
-
-
-def resident(path: Path, readers: int, features: int) -> float:
-    """GB/s of all rows to the device, as they lie."""
-    engine = engine_over(path, [features, 8, 1], "device", readers)
-    shards = engine._feed.shards
-
-    def load() -> None:
-        ResidentRows(engine._feed, Affine(None, np.float32), engine._own, engine._ledger, engine._device.capability)
-
-    rate = timed(load, shards.rows * shards.row_bytes)
-    close(engine)
-    return rate
-
-
-def training(path: Path, layers: list[int], readers: int) -> dict[str, Any]:
+def training(pattern: str, layers: list[int], readers: int) -> dict[str, Any]:
     """Samples a second, resident and streamed, and the share of time waiting for data."""
     row: dict[str, Any] = {"layers": layers, "batch": BATCH}
     for place in ("device", "stream"):
-        engine = engine_over(path, layers, place, readers)
-        order = engine._feed.order
-        steps = min(order.batches_per_epoch, 1024)
-        engine.train(0, 0, np.full(steps, 1e-4))
-        best, waited = 0.0, 0.0
-        for epoch in (1, 2):
-            started = time.perf_counter()
-            report = engine.train(epoch, 0, np.full(steps, 1e-4))
-            seconds = time.perf_counter() - started
-            if steps * BATCH / seconds > best:
-                best, waited = steps * BATCH / seconds, report.wait_seconds / seconds
-        row[f"{place}_samples_per_second"] = round(best)
+        engine = open_fused(pattern, layers, place, readers)
+        train(engine, 0)
+        speed, waited = max(train(engine, epoch) for epoch in (1, 2))
+        row[f"{place}_samples_per_second"] = round(speed)
         row["wait_share"] = round(waited, 4)
+        row["kernel"] = engine.plan.special.name if engine.plan.special else "general"
         close(engine)
+        say(row)
     row["needs_gigabytes_per_second"] = round(row["device_samples_per_second"] * 4 * (FEATURES + 1) / 1e9, 2)
     row["streamed_of_resident"] = round(row["stream_samples_per_second"] / row["device_samples_per_second"], 4)
     return row
 
 
-def with_dataloader(path: Path, workers: int, seconds: float) -> dict[str, Any]:
-    """Samples a second of a PyTorch DataLoader over h5py: sorted random rows of a batch, pinned, sent to the GPU."""
-    import torch
+def limited(pattern: str, layers: list[int], readers: int) -> dict[str, Any]:
+    """A run told of less memory than its data takes, in this process: what it holds after one epoch and after five."""
+    from distmlp.data import feed as feeds
+    from distmlp.engine import fused_setup
 
-    class Rows(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return 1 << 30
-
-        def __getitem__(self, number: int) -> tuple[Any, Any]:
-            if not hasattr(self, "file"):
-                self.file = h5py.File(path, locking=False)
-            inputs = self.file["inputs"]
-            chosen = np.sort(np.random.default_rng(number).choice(len(inputs), BATCH, replace=False))
-            return torch.from_numpy(inputs[chosen]), torch.from_numpy(self.file["targets"][chosen])
-
-    loader = torch.utils.data.DataLoader(
-        Rows(), batch_size=None, num_workers=workers, pin_memory=True, multiprocessing_context="fork"
-    )
-    count, started = 0, None
-    for inputs, targets in loader:
-        for part in (inputs, targets):
-            part.cuda(non_blocking=True)
-        torch.cuda.synchronize()
-        started = started or time.perf_counter()  # the first batch is warm-up
-        count += 1
-        if time.perf_counter() - started > seconds:
-            break
-    rate = (count - 1) * BATCH / (time.perf_counter() - started)
-    return {"workers": workers, "samples_per_second": round(rate), "gigabytes_per_second": round(rate * 3140 / 1e9, 3)}
+    feeds.available_bytes = lambda: BUDGET  # type: ignore[assignment]
+    fused_setup.fits_device = lambda needed: needed <= BUDGET
+    before = resident_bytes()
+    engine = open_fused(pattern, layers, "auto", readers)
+    held = []
+    for epoch in range(5):
+        speed, _ = train(engine, epoch)
+        held.append(resident_bytes())
+    found = {
+        "data_bytes": engine._feed.resident_bytes(), "budget_bytes": BUDGET, "placed": engine._rows.about,  # type: ignore
+        "rss_before_bytes": before, "rss_after_epochs_bytes": held, "samples_per_second": round(speed),
+    }  # fmt: skip
+    close(engine)
+    return found
 
 
-def memory_bytes(field: str) -> int:
-    """Of this process: VmHWM, the peak, or VmRSS."""
+def resident_bytes() -> int:
+    """VmRSS of this process, which holds the CUDA context too."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+
+def apart(what: str, *arguments: str) -> subprocess.Popen[str]:
+    """Another program of this folder, which waits for the end of its input before it begins."""
+    command = [sys.executable, str(Path(__file__).parent / what), *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def result_of(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
+    """What it prints; an error where it takes longer or fails."""
+    try:
+        out, _ = process.communicate("\n", timeout=seconds)
+        return json.loads(out)
+    except (subprocess.TimeoutExpired, ValueError) as error:
+        process.kill()
+        return {"error": type(error).__name__}
+
+
+def about(readers: int) -> dict[str, Any]:
+    import cupy
+
+    from distmlp.engine.compile import kernel_sha256
+
+    return {
+        "device": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(),
+        "driver": cupy.cuda.runtime.driverGetVersion(), "kernel_sha256": kernel_sha256(),
+        "date": date.today().isoformat(), "readers": readers, "cores": len(os.sched_getaffinity(0)),
+        "versions": {"python": platform.python_version(), "h5py": h5py.__version__, "cupy": cupy.__version__},
+    }  # fmt: skip
 
 
 def main() -> None:
     """Command line."""
     made = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
-    made.add_argument("--rows", type=int, default=500_000)
+    made.add_argument("--out", type=Path, default=Path("h200-feed.json"))
     made.add_argument("--readers", type=int, default=16)
+    made.add_argument("--scale", type=float, default=1.0, help="of the rows")
     made.add_argument("--folder", type=Path, default=None, help="on a file system that keeps them in memory")
+    made.add_argument("--compile", action="store_true", help="only fill the cache of kernels")
+    made.add_argument("--limited", default="", help=argparse.SUPPRESS)
     options = made.parse_args()
-    properties = cupy.cuda.runtime.getDeviceProperties(0)
-    out: dict[str, Any] = {
-        "device": properties["name"].decode(), "driver": cupy.cuda.runtime.driverGetVersion(),
-        "kernel_sha256": kernel_sha256(), "date": date.today().isoformat(), "readers": options.readers,
-        "cores": len(os.sched_getaffinity(0)),
-        "versions": {"python": platform.python_version(), "h5py": h5py.__version__, "cupy": cupy.__version__},
-        "gigabytes_per_second": [],
-    }  # fmt: skip
+    if options.compile:
+        return compile_all()
+    if options.limited:
+        sys.stdin.readline()
+        print(json.dumps(limited(options.limited, NETWORKS[1], options.readers)))
+        return None
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        wide = Path(folder) / "wide.h5"
-        files = (
-            ("contiguous, 784 columns", wide, options.rows, FEATURES, {}),
-            ("contiguous, 64 columns", Path(folder) / "narrow.h5", options.rows * 2, NARROW, {}),
-            ("gzip, chunks of 256 rows, 784 columns", Path(folder) / "gzip.h5", options.rows // 8, FEATURES, GZIP),
-        )
-        for layout, path, rows, features, kind in files:
-            write(path, rows, features, kind)
-            row = {"layout": layout, "bytes": rows * 4 * (features + 1)}
-            row["h5py"] = timed(lambda path=path, n=features: with_h5py(path, n), row["bytes"])
-            row["resident"] = resident(path, options.readers, features)
-            row["streamed"] = to_device(path, options.readers, features, False)
-            row["streamed_shuffled"] = to_device(path, options.readers, features, True)
-            out["gigabytes_per_second"].append(row)
-            print(row, file=sys.stderr)
-        before = memory_bytes("VmRSS")
-        out["training"] = []
+        files = make_files(Path(folder), options.scale)
+        say("files written")
+        wide = files[0][1]
+        loader = apart("feed_loader.py", wide.replace("*", "0"), str(BATCH), str(min(16, options.readers)), "3")
+        out = {**about(options.readers), "rates": [], "training": []}
+
+        def keep() -> None:
+            options.out.write_text(json.dumps(out, indent=1) + "\n")
+
+        for name, pattern, rows, columns in files:
+            out["rates"].append(rates(name, pattern, rows, columns, options.readers))
+            keep()
         for layers in NETWORKS:
             out["training"].append(training(wide, layers, options.readers))
-            print(out["training"][-1], file=sys.stderr)
-        out["memory"] = {
-            "data_bytes": out["gigabytes_per_second"][0]["bytes"], "resident_before_training_bytes": before,
-            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        }  # fmt: skip
-        try:
-            out["dataloader"] = with_dataloader(wide, 8, 5.0)
-        except Exception as error:
-            out["dataloader"] = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(out, indent=1))
+            keep()
+        out["limited"] = result_of(apart("feed.py", "--limited", wide, "--readers", str(options.readers)), 30)
+        say(out["limited"])
+        keep()
+        out["loader"] = result_of(loader, 40)
+        say(out["loader"])
+        keep()
+    return None
 
 
 if __name__ == "__main__":

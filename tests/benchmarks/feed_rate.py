@@ -45,9 +45,15 @@ def write(path: Path, rows: int, features: int, options: dict) -> None:
             inputs[start : start + 4096] = block[: min(4096, rows - start)]
 
 
-def timed(work: Callable[[], object], total_bytes: int) -> float:
-    """GB/s of the best of three."""
-    best = min(_seconds(work) for _ in range(3))
+def open_shards(pattern: str) -> Shards:
+    """The shards that `write` made."""
+    names = SimpleNamespace(train=pattern, inputs="inputs", targets="targets", sample_weights="")
+    return Shards.open(names, World(), loss="mse")
+
+
+def timed(work: Callable[[], object], total_bytes: int, times: int = 3) -> float:
+    """GB/s of the best of `times`."""
+    best = min(_seconds(work) for _ in range(times))
     return round(total_bytes / best / 1e9, 3)
 
 
@@ -87,8 +93,7 @@ def main() -> None:
         for layout, kind in LAYOUTS.items():
             path = Path(folder) / "rows.h5"
             write(path, options.rows, options.features, kind)
-            names = SimpleNamespace(train=str(path), inputs="inputs", targets="targets", sample_weights="")
-            shards, world = Shards.open(names, World(), loss="mse"), World()
+            shards, world = open_shards(str(path)), World()
             order = Order(shards.rows, 16, 4096, 0, True)
             total = shards.rows * shards.row_bytes
             row = {"layout": layout, "h5py": timed(lambda p=path: with_h5py(p, options.features), total)}

@@ -16,6 +16,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import feed_report
+
 from distmlp.tools.bench import shorten
 
 OWN = "distmlp"
@@ -176,6 +178,8 @@ def main(arguments: list[str]) -> None:
     record = json.loads(path.read_text())
     if path.stem.endswith("-accuracy"):
         text = made = accuracy_table(record)
+    elif path.stem.endswith("-feed"):
+        text, made = feed_report.feed_table(record), feed_report.summary(record)
     else:
         text = table(record)
         main_table = path.stem.endswith("-step")

@@ -9,6 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from feed_report import feed_table
+from feed_report import summary as feed_summary
 from report import accuracy_table, ahead, summary, table
 from shapes import MOST_US, draw_shapes
 from step import disagreements, make_record
@@ -68,3 +70,26 @@ def test_accuracies_are_told_for_every_run() -> None:
     row = {"dataset": "digits", "engine": "fused", "precision": "bf16", "accuracy": 0.97, "validation_loss": 0.1}
     record = {"rows": [{**row, "samples_per_second": 1234567}], "device": "G", "driver": "1", "date": "2026-01-02T03"}
     assert "| digits | fused | bf16 | 0.9700 | 0.1000 | 1,234,567 |" in accuracy_table(record)
+
+
+def test_the_feed_is_told_in_tables_and_a_sentence() -> None:
+    rates = {"layout": "contiguous, 784 columns", "h5py": 3.0, "resident": 21.0, "streamed": 25.0}
+    network = {
+        "layers": [784, 64, 1], "batch": 8192, "needs_gigabytes_per_second": 9.0, "device_samples_per_second": 3000000,
+        "stream_samples_per_second": 2970000, "streamed_of_resident": 0.99, "wait_share": 0.004,
+    }  # fmt: skip
+    fast = {**network, "needs_gigabytes_per_second": 40.0, "streamed_of_resident": 0.5}
+    record = {
+        "device": "GPU", "driver": 1, "cores": 16, "readers": 16, "date": "2026-11-30",
+        "rates": [{**rates, "streamed_shuffled": 22.0}], "training": [network, fast],
+        "limited": {
+            "data_bytes": 3e9, "budget_bytes": 1.5e9, "placed": "rows streamed", "rss_after_epochs_bytes": [2e9, 2e9],
+        },
+        "loader": {"workers": 16, "torch": "2.11", "rows": 100000, "slices": 1000000},
+    }  # fmt: skip
+    text = feed_table(record)
+    assert "| contiguous, 784 columns | 3.00 | 21.00 | 25.00 | 22.00 | 0.88 |" in text
+    assert "| 784-64-1 | 8192 | 9.0 | 3,000,000 | 2,970,000 | 99.0% | 0.4% |" in text
+    assert "2.00 GB resident set after the first epoch, 2.00 GB after 2 epochs" in text
+    assert "0.31 GB/s shuffled row by row, 3.14 GB/s by whole batches" in text
+    assert "train at 99.0% or more" in feed_summary(record)  # the fast one needs more than the files give

@@ -8,7 +8,7 @@ from data.test_reader import damage_chunk
 
 from distmlp.data.check import check
 from distmlp.data.commands import check_command
-from distmlp.errors import DataError
+from distmlp.errors import ConfigError, DataError
 
 
 def test_a_summary_of_good_shards(tmp_path, capsys):
@@ -80,3 +80,9 @@ def test_unwritten_and_checksummed_datasets_are_told(tmp_path):
     file = check(str(tmp_path / "a.h5"), targets="").files[0]
     assert file.datasets[0].layout == "never written, all fill value"
     assert check(str(tmp_path / "a.h5")).problems
+
+
+def test_inputs_without_a_name(tmp_path):
+    write_shard(tmp_path / "a.h5", np.ones((3, 2)), np.ones((3, 1)))
+    with pytest.raises(ConfigError, match="the dataset of the inputs has no name"):
+        check([str(tmp_path / "a.h5")], inputs="")

@@ -294,6 +294,8 @@ def test_sources_that_do_not_fit_together(tmp_path):
         (["o.h5"], {}, "give one source at least"),
         (["a.csv", "o.txt"], {}, "must end in .h5"),
         (["a.csv", "o.h5"], {"validation": 1.0}, "a fraction from 0"),
+        (["a.h5", "o.h5"], {"inputs": "none"}, "--inputs none: rows need inputs"),
+        (["a.csv", ""], {}, "must end in .h5"),
         (["a.csv", "o.h5"], {"category": ["b"]}, "expected COLUMN=first,second"),
         (["a.csv", "o.h5"], {"category": ["b=x,x"]}, "with different values"),
     ],

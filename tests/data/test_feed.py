@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from distmlp import order as order_module
 from distmlp.data import feed as feed_module
-from distmlp.data import streaming
+from distmlp.data import reader, streaming
 from distmlp.data.feed import Feed
 from distmlp.data.lanes import Lanes
 from distmlp.data.streaming import Singles, WindowBatches, runs
@@ -263,6 +263,42 @@ def test_layouts_that_do_not_suit_streaming_are_told(tmp_path):
     assert told[0].startswith("data: chunks of 1 row are slow to read; repack it: distmlp data convert")
     assert told[1].startswith("data: chunks of 2000 rows")
     assert Feed(shards, order, alone(), "host").advice() == []
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_compressed_rows_are_decoded_once_where_there_is_scratch(tmp_path, monkeypatch, ranks):
+    """More than chunks that are no whole rows, little memory for decoded ones, an epoch and a bit."""
+    (tmp_path / "scratch").mkdir()
+    rows = np.arange(9000 * 3, dtype="f4").reshape(9000, 3)
+    for number, part in enumerate((rows[:5000], rows[5000:])):
+        write_shard(tmp_path / f"{number}.h5", part, part[:, :1] * 2, chunks=(1500, 2), compression="gzip")
+    decoded = []
+    original = reader.decode
+    monkeypatch.setattr(reader, "decode", lambda layout, *rest: decoded.append(layout.path) or original(layout, *rest))
+    monkeypatch.setattr(feed_module, "CHUNK_SHARE", 0)
+    shards = open_shards(tmp_path)
+    order = Order(shards.rows, 4, 500, 3, True)
+    made = [Feed(shards, order, at(rank, ranks), "stream", 2, str(tmp_path / "scratch")) for rank in range(ranks)]
+    for epoch, number in [(0, n) for n in range(18)] + [(1, 4), (3, 17)]:
+        for feed in made:
+            batch = feed.batch(epoch, number)
+            wanted = order.batch_rows(epoch, number, feed.streams)
+            np.testing.assert_array_equal(batch.inputs, rows[wanted])
+            np.testing.assert_array_equal(batch.targets[:, 0], rows[wanted, 0] * 2)
+    assert len(decoded) <= 2 * 7 + 4 * (ranks - 1)  # those at the ends of a rank's rows by both
+    assert not list((tmp_path / "scratch").iterdir()), "the file has no name"
+    assert not made[0].advice()
+    for feed in made:
+        feed.close()
+
+
+def test_scratch_without_room(tmp_path):
+    rows = np.zeros((600, 3), "f4")
+    write_shard(tmp_path / "a.h5", rows, rows[:, :1], chunks=(300, 3), compression="gzip")
+    shards = open_shards(tmp_path)
+    order = Order(shards.rows, 4, 500, 3, True)
+    with pytest.raises(SystemUnfitError, match=r"data\.scratch = .*nowhere: 9,600 bytes .* no such file or directory"):
+        Feed(shards, order, alone(), "stream", 2, str(tmp_path / "nowhere")).batch(0, 0)
 
 
 def test_fewer_streams_than_ranks_are_refused(ids):

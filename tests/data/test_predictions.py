@@ -6,6 +6,7 @@ import errno
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -34,6 +35,12 @@ def test_shard_and_checkpoint_are_not_replaced(tmp_path):
     with pytest.raises(DataError, match=r"would replace .*shard\.h5, which it is made from .*give another place"):
         PredictionWriter(source, (3, 2), [tmp_path / "checkpoint.h5", source])
     assert source.read_bytes() == b"rows"
+
+
+@pytest.mark.parametrize("path", ["", ".", "/", ".."])
+def test_a_path_without_a_name(path):
+    with pytest.raises(DataError, match="Is a directory"):
+        PredictionWriter(Path(path), (3, 2))
 
 
 def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(tmp_path, monkeypatch):

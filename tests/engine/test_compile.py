@@ -43,6 +43,7 @@ FAMILIES = {
     "bf16 softmax, small tiles": ((100, 500, 10), 32, "bf16", {"loss": "softmax_cross_entropy"}, "nesterov"),
     "bf16 resident": ((100, 1000, 1000, 1000, 2), 32, "bf16", {}, "adam"),
     "bf16 narrow": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
+    "bf16 chain": ((256,) * 6, 4096, "bf16", {}, "adam"),
     "bf16 sweep": ((32, 128, 128, 128, 128, 16), 65536, "bf16", {}, "adam"),
     "bf16 narrow, several ranks": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
     "tf32 several ranks": ((100, 500, 10), 32, "tf32", {}, "momentum"),
@@ -94,7 +95,7 @@ def test_turing_takes_the_plain_path() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("nvcc") and not os.path.exists("/usr/local/cuda/bin/nvcc"), reason="no nvcc")
-@pytest.mark.parametrize("family", ["bf16 direct, large tiles", "bf16 resident", "bf16 narrow"])
+@pytest.mark.parametrize("family", ["bf16 direct, large tiles", "bf16 resident", "bf16 narrow", "bf16 chain"])
 def test_registers_and_spills(family: str, tmp_path: Path) -> None:
     """nvcc reads the same files as NVRTC; ptxas reports registers and spills."""
     source, macros = specialisations(family, 90)[-1]

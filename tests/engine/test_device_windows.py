@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +30,8 @@ class Event:
 
 
 class Stream:
+    done = False
+
     def __init__(self, **options):
         pass
 
@@ -39,6 +40,29 @@ class Stream:
 
     def synchronize(self):
         pass
+
+
+class Orders:
+    """`order.cu` as a module: `fill_window` worked out by NumPy."""
+
+    def __init__(self, code, ledger):
+        pass
+
+    def kernel(self, name, blocks, threads):
+        return getattr(self, name, None)
+
+    @staticmethod
+    def fill_window(
+        rows, seed, streams, shuffle, first_stream, own_streams, epoch, place, count, stride, base, out, again
+    ):
+        order = Order(int(rows), int(streams), 1, int(seed), bool(shuffle))
+        position = np.arange(count)
+        lane, within = position % own_streams, position // own_streams
+        places = [order.window_places(int(epoch), int(first_stream + k), int(place)) for k in range(own_streams)]
+        table = np.array([places[k][w] for k, w in zip(lane, within, strict=True)], np.int64)
+        table = (base + lane * stride + table).astype(np.uint32)
+        for address in (out, again):
+            ctypes.memmove(int(address), table.ctypes.data, table.nbytes)
 
 
 class Memory:
@@ -71,7 +95,9 @@ def on_host(monkeypatch):
     monkeypatch.setattr(cupy.cuda, "Stream", Stream)
     for module in (device_rows, device_windows):
         monkeypatch.setattr(module, "Arena", Memory)
-        monkeypatch.setattr(module, "pinned", lambda size: np.empty(max(1, size), np.uint8))
+        monkeypatch.setattr(module, "Module", Orders)
+        monkeypatch.setattr(module.compiler, "cubin", lambda *arguments: b"")
+    monkeypatch.setattr(device_rows, "pinned", lambda size: np.empty(max(1, size), np.uint8))
     monkeypatch.setattr(cupy.cuda.runtime, "memGetInfo", lambda: (1, 1))
 
 
@@ -90,7 +116,7 @@ def test_the_index_table_finds_the_rows_of_every_batch(on_host, shards, batch, r
         own = device_rows.OwnRows(order, owned_streams(4, ranks, rank))
         feed = Feed(shards, order, at(rank, ranks), residence, 3)
         affine = Affine((np.array([7.0]), np.array([2.0])), np.float32)
-        rows = device_windows.WindowRows(feed, affine, own, Ledger())
+        rows = device_windows.WindowRows(feed, affine, own, Ledger(), 90)
         for epoch, begin, end in ((0, 0, order.batches_per_epoch), (1, 0, 3), (4, order.batches_per_epoch // 2, 10**9)):
             first = begin
             while first < min(end, order.batches_per_epoch, begin + 200):
@@ -105,6 +131,7 @@ def test_the_index_table_finds_the_rows_of_every_batch(on_host, shards, batch, r
                     targets = place.arena.view("targets", "f4", 1)[found, 0]
                     np.testing.assert_array_equal(targets, (wanted.astype("f4") - 7) / 2)
                 rows.launched()
+                rows.meanwhile()
                 first += count
         feed.close()
 
@@ -112,8 +139,6 @@ def test_the_index_table_finds_the_rows_of_every_batch(on_host, shards, batch, r
 @pytest.mark.parametrize("piece", [1, 5000, 1 << 30])
 def test_resident_rows_arrive_piece_by_piece(on_host, shards, monkeypatch, piece):
     monkeypatch.setattr(device_rows, "READ_BYTES", piece * 16)
-    monkeypatch.setattr(device_rows.compiler, "cubin", lambda *arguments: b"")
-    monkeypatch.setattr(device_rows, "Module", lambda *arguments: SimpleNamespace(kernel=lambda *shape: None))
     order = Order(shards.rows, 4, 100, 0, True)
     for rank in range(2):
         feed = Feed(shards, order, at(rank, 2), "auto", 2)

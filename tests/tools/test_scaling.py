@@ -189,6 +189,9 @@ def test_the_launch_line():
     with pytest.raises(ConfigError, match="No closing quotation"):
         launch_command(4, "mpiexec '")
     assert launch_command(3, "", {})[-2:] == ["-n", "3"]
+    with pytest.raises(SystemUnfitError, match=r"999,999 ranks: more than the \d+ that are started on one host"):
+        launch_command(999_999, "", {})  # it would swap for an hour
+    assert launch_command(999_999, "", {"PBS_NODEFILE": "hosts"})[-1] == "999999"
 
 
 @pytest.fixture

@@ -61,6 +61,15 @@ ORDER_FN long long order_stream_start(const Order& o, long long stream) {
     return stream * base + (stream < extra ? stream : extra);
 }
 
+// Which of the rows that window `window` of `stream` reads stands at its place `within`.
+ORDER_FN long long order_window_place(
+    const Order& o, unsigned epoch, long long stream, long long window, long long within) {
+    if (!o.shuffle) return within;
+    const long long left = order_stream_start(o, stream + 1) - order_stream_start(o, stream) - window * WINDOW_ROWS;
+    const unsigned key = order_key(o.seed, epoch, (unsigned)stream, (unsigned)(window + 1));
+    return order_permute(within, left < WINDOW_ROWS ? left : WINDOW_ROWS, key);
+}
+
 // Global row at `position` of `epoch`.
 ORDER_FN long long order_row(const Order& o, unsigned epoch, long long position) {
     const long long stream = position % o.streams;
@@ -68,12 +77,8 @@ ORDER_FN long long order_row(const Order& o, unsigned epoch, long long position)
     const long long start = order_stream_start(o, stream);
     const long long length = order_stream_start(o, stream + 1) - start;
     if (!o.shuffle) return start + place;
-    const long long window = place / WINDOW_ROWS, window_start = window * WINDOW_ROWS;
-    const long long left = length - window_start, window_size = left < WINDOW_ROWS ? left : WINDOW_ROWS;
-    place = window_start +
-            order_permute(
-                place - window_start, window_size,
-                order_key(o.seed, epoch, (unsigned)stream, (unsigned)(window + 1)));
+    const long long window = place / WINDOW_ROWS;
+    place = window * WINDOW_ROWS + order_window_place(o, epoch, stream, window, place % WINDOW_ROWS);
     const long long block = place / BLOCK_ROWS, offset = place % BLOCK_ROWS, full_blocks = length / BLOCK_ROWS;
     if (block >= full_blocks) return start + place;  // a short last block keeps its place at the end
     const long long moved = order_permute(block, full_blocks, order_key(o.seed, epoch, (unsigned)stream, 0));

@@ -1,0 +1,125 @@
+// What the chain kernel knows at compile time, and the table of layers that its loops read.
+//
+// Macros (from plan_chain.py):
+//   WIDTHS               all widths, comma separated
+//   CHAIN_ROWS           rows of a block: 16, 32 or 64
+//   CHAIN_STAGES         of the ring of operands in shared memory
+//   CHAIN_TILES          gradient tiles of all layers, each of a pair of blocks
+//   CHAIN_SPLITS         parts of the batch that a tile is summed in
+//   CHAIN_DEPTH          steps of 64 rows in the buffers
+//   CHAIN_MEAN           whether the average of the parameters is kept
+//   CHAIN_SHARED_BYTES   dynamic shared memory
+//
+// All matrices that products read are cut into panels of 64 columns (128 bytes a row, in the 128-byte swizzle of
+// `wgmma`), in device memory as in shared memory, so that plain bulk copies move them. A piece is 64 rows of a panel.
+#pragma once
+#include "network_shape.cuh"
+#include "params.cuh"
+
+extern __shared__ __align__(1024) unsigned char dynamic_shared[];
+
+namespace chain {
+
+using network::LAYERS;
+using network::width;
+
+constexpr int ROWS = CHAIN_ROWS, STAGES = CHAIN_STAGES, SPLITS = CHAIN_SPLITS, DEPTH = CHAIN_DEPTH;
+constexpr int PAIR = 2;     // blocks of a cluster: what one copies of weights, the other gets as well
+constexpr int GROUPS = 4;   // warpgroups that multiply
+constexpr int WORKERS = 128 * GROUPS;
+constexpr int BLOCK_THREADS = WORKERS + 128;  // then a warp that copies, then three that help
+constexpr int HELPERS = 3, FIRST_HELPER = WORKERS / 32 + 1;
+constexpr int PIECE_BYTES = 64 * 128, STAGE_BYTES = GROUPS * PIECE_BYTES;
+constexpr int PANEL_BYTES = ROWS * 128;  // of a block's own rows
+constexpr int BLOCKS8 = ROWS / 8;        // column blocks of a product of 64 features by a block's rows
+constexpr int SUMS = 4 * BLOCKS8;        // of it, a thread
+constexpr int PAIRS = SUMS / 2;
+
+SHAPE_FN int panels(int i) { return (width(i) + 63) / 64; }
+SHAPE_FN int most_panels() {
+    int most = 0;
+    for (int i = 0; i <= LAYERS; ++i) most = panels(i) > most ? panels(i) : most;
+    return most;
+}
+SHAPE_FN int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Gradient tiles of a layer: 256 inputs by 128 outputs, or the other way round; each block of the pair takes a half of
+// the longer side.
+SHAPE_FN bool along_outputs(int l) {
+    return ceil_div(panels(l), 2) * ceil_div(panels(l + 1), 4) < ceil_div(panels(l), 4) * ceil_div(panels(l + 1), 2);
+}
+SHAPE_FN int tiles_across(int l) { return ceil_div(panels(l + 1), along_outputs(l) ? 4 : 2); }
+SHAPE_FN int tiles_of(int l) { return tiles_across(l) * ceil_div(panels(l), along_outputs(l) ? 2 : 4); }
+SHAPE_FN int first_tile(int l) {
+    int at = 0;
+    for (int i = 0; i < l; ++i) at += tiles_of(i);
+    return at;
+}
+constexpr int TILES = first_tile(LAYERS);
+static_assert(TILES == CHAIN_TILES, "as plan_chain.py");
+
+// In pieces: weights of layers, (panels of inputs, panels of outputs); then inputs of layers and errors of their
+// outputs, (DEPTH, panels).
+SHAPE_FN int weight_piece(int l) {
+    int at = 0;
+    for (int i = 0; i < l; ++i) at += panels(i) * panels(i + 1);
+    return at;
+}
+SHAPE_FN int input_piece(int l) {
+    int at = weight_piece(LAYERS);
+    for (int i = 0; i < l; ++i) at += DEPTH * (panels(i) + panels(i + 1));
+    return at;
+}
+SHAPE_FN int error_piece(int l) { return input_piece(l) + DEPTH * panels(l); }
+SHAPE_FN int first_feature(int l) {  // of a layer's outputs among those of all
+    int at = 0;
+    for (int i = 0; i < l; ++i) at += 64 * panels(i + 1);
+    return at;
+}
+constexpr int FEATURES = first_feature(LAYERS);
+
+constexpr int BUFFER_BYTES = most_panels() * PANEL_BYTES;
+constexpr int BUFFERS_AT = STAGES * STAGE_BYTES;
+constexpr int BARRIERS_AT = BUFFERS_AT + 2 * BUFFER_BYTES;
+constexpr int ROWS_AT = BARRIERS_AT + 2 * STAGES * 8;   // (ROWS,) rows in the raw store, 8 bytes
+constexpr int WEIGHTS_AT = ROWS_AT + ROWS * 8;          // (ROWS,) sample weights, 0 beyond the batch
+constexpr int LABELS_AT = WEIGHTS_AT + ROWS * 4;        // (ROWS,)
+constexpr int WARPS_AT = LABELS_AT + ROWS * 4;          // (warps,) float4: loss, magnitudes
+constexpr int TABLE_AT = WARPS_AT + BLOCK_THREADS / 32 * 16;
+
+struct Part {  // of the table: a layer
+    int fan_in, fan_out, in, out;  // `in` and `out`: panels
+    int bias, weight;              // into the flat buffers
+    int pieces, inputs, errors;    // first ones
+    int activation;
+    int first_tile, across, along_outputs;
+    int feature;
+};
+constexpr int SHARED_BYTES = TABLE_AT + LAYERS * (int)sizeof(Part);
+static_assert(SHARED_BYTES == CHAIN_SHARED_BYTES, "as plan_chain.py");
+static_assert(16 * 4 * ROWS * 4 <= BUFFER_BYTES, "softmax keeps its sums in a buffer");
+
+template <class T>
+__device__ __forceinline__ T* shared(int at) {
+    return (T*)(dynamic_shared + at);
+}
+__device__ __forceinline__ const Part& part_of(int l) { return shared<const Part>(TABLE_AT)[l]; }
+
+__device__ __forceinline__ void fill_table() {
+    if (threadIdx.x < LAYERS) {
+        const int l = threadIdx.x;
+        const Layer& layer = ENGINE.layer[l];
+        shared<Part>(TABLE_AT)[l] = Part{
+            width(l), width(l + 1), panels(l), panels(l + 1), (int)layer.bias_offset, (int)layer.weight_offset,
+            weight_piece(l), input_piece(l), error_piece(l), layer.activation, first_tile(l), tiles_across(l),
+            along_outputs(l), first_feature(l)};
+    }
+}
+
+__device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
+__device__ __forceinline__ int warp_id() { return threadIdx.x >> 5; }
+// Steps of 64 rows of a batch, and blocks that have rows of them.
+__device__ __forceinline__ int steps_of_64(int rows) { return (rows + 63) / 64; }
+__device__ __forceinline__ int blocks_at_work(int rows) { return ceil_div(steps_of_64(rows) * (64 / ROWS), PAIR) * PAIR; }
+
+}  // namespace chain

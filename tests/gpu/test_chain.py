@@ -1,0 +1,124 @@
+"""The chain kernel: steps against the float64 reference, bits that repeat, faults, and the flat-gradient path."""
+
+from __future__ import annotations
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from gpu.cases import Case, error, rates
+from gpu.test_runs import bits, epochs
+from gpu.test_steps import check
+
+from distmlp.engine.layout import ACTIVATIONS
+
+BASE = Case(precision="bf16", kernel="chain", widths=(70, 200, 130, 33), batch=1500, batches=1, limit=1.5)
+MID = BASE.but(widths=(256,) * 6, activation="relu", optimizer="adam", batch=4096, batches=2, limit=3.0)
+SOFTMAX = BASE.but(widths=(20, 140, 10), loss="softmax_cross_entropy")
+KINDS = [
+    *(BASE.but(activation=a) for a in ACTIVATIONS if a != "identity"),
+    BASE.but(widths=(12, 160, 24, 16, 3), activation=("gelu", "relu", "tanh"), limit=2.0),
+    BASE.but(output_activation="sigmoid"),
+    *(BASE.but(loss=loss) for loss in ("huber", "binary_cross_entropy")),
+    BASE.but(loss="mae", limit=3.0),  # signs turn where an error is about zero
+    *(SOFTMAX.but(labels=labels, widths=(20, 140, w)) for labels in (True, False) for w in (3, 200)),
+    BASE.but(weights=True, standardize=True, extra=13),
+    SOFTMAX.but(labels=True, weights=True, extra=1, standardize=True),
+]
+OPTIMIZERS = [
+    *(BASE.but(optimizer=o) for o in ("sgd", "nesterov", "adam", "lamb")),
+    *(
+        BASE.but(optimizer="adamw", options={"weight_decay": 0.1, "clip_norm": clip}, run={"ema_decay": 0.9})
+        for clip in (0.0, 0.05)
+    ),
+]
+SHAPES = [
+    BASE.but(widths=widths, batch=batch, activation="softplus")
+    for widths, batch in (
+        ((1, 129, 1), 1000), ((512, 512), 2112), ((3, 17, 300, 1), 2113), ((256,) * 6, 4224), ((300, 65, 130), 4225),
+        ((130, 256, 64), 8448), ((16, *(192,) * 8, 2), 1234), ((784, 512, 512, 10), 1024),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [MID, *KINDS, *OPTIMIZERS, *SHAPES], ids=str)
+def test_steps(case: Case) -> None:
+    engine = case.fused()
+    assert (engine.plan.kernel, engine.plan.regime) == ("chain", "wide")
+    engine.close()
+    check(case)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i2", "i4", "f2", "f8"])
+def test_raw_types(dtype: str) -> None:
+    check(BASE.but(dtype=dtype, standardize=True))
+
+
+def test_follows_the_wide_kernel() -> None:
+    case = MID.but(extra=1000)
+    chain, wide = (epochs(case.but(kernel=kernel).fused(), case, 30) for kernel in ("chain", "wide"))
+    assert chain[-1] < 0.8 * chain[0]
+    assert np.abs(chain / wide - 1).max() < 3e-2
+
+
+@pytest.mark.parametrize("case", [MID.but(extra=100), BASE.but(batch=8000, extra=70, optimizer="adam")], ids=str)
+def test_bits_repeat(case: Case) -> None:
+    """Steps twice, in launches of different length, over memory that held different things."""
+    first, second = case.fused(poison=0xFF), case.fused(poison=0x3C)
+    one, two = epochs(first, case, 200), epochs(second, case, 200, at_once=1)
+    assert one.tobytes() == two.tobytes()
+    assert bits(first) == bits(second)
+
+
+def test_flat_gradient() -> None:
+    """The path through the gradient buffer gives the same update as the direct one."""
+    direct, flat = BASE.fused(), BASE.but(options={"clip_norm": 1e30}).fused()
+    for engine in (direct, flat):
+        engine.train(0, 0, rates(1))
+    assert error(flat.state().parameters, direct.state().parameters) < 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["direct", "norm"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_stops_before_a_bad_update(value: float, options: dict) -> None:
+    case = MID.but(options=options)
+    rows = case.data()
+    rows.inputs[int(case.order.batch_rows(0, 1, range(4))[5]), 2] = value
+    engine, clean = case.fused(rows=rows), case.fused()
+    report = engine.train(0, 0, rates(2))
+    assert (report.nonfinite, report.steps) == (1, 1)
+    clean.train(0, 0, rates(1))
+    assert bits(engine) == bits(clean)
+
+
+def test_skips_a_bad_batch() -> None:
+    """Batches that are left out, two in a row, change nothing, and the steps behind them go on."""
+    case = MID.but(batches=4, run={"on_nonfinite": "skip"})
+    rows = case.data()
+    for batch in (1, 2):
+        rows.targets[int(case.order.batch_rows(0, batch, range(4))[7]), 3] = np.inf
+    engine, clean = case.fused(rows=rows), case.fused()
+    report = engine.train(0, 0, rates(4))
+    assert report.nonfinite == 2
+    for batch in (0, 3):
+        clean.train(0, batch, rates(1))
+    assert bits(engine) == bits(clean)
+
+
+def test_evaluation_sees_the_trained_weights() -> None:
+    engine, rows = MID.fused(), MID.data()
+    losses = epochs(engine, MID, 60)
+    after = engine.evaluate(rows.inputs, rows.targets, None).loss
+    assert after == pytest.approx(losses[-2:].mean(), rel=0.1)
+
+
+@hypothesis.settings(max_examples=6, derandomize=True, deadline=None, database=None)
+@hypothesis.given(
+    widths=st.lists(st.sampled_from([5, 64, 65, 100, 128, 192, 257, 320]), min_size=1, max_size=3),
+    widest=st.integers(129, 400),
+    outputs=st.integers(2, 140),
+    batch=st.integers(1000, 6000),
+    extra=st.sampled_from([0, 65]),
+)
+def test_drawn_shapes(widths: list[int], widest: int, outputs: int, batch: int, extra: int) -> None:
+    check(BASE.but(widths=(*widths, widest, outputs), batch=batch, extra=extra, limit=2.0))
