@@ -143,34 +143,32 @@ class Order:
         moved = permute(np.where(whole, block, 0), np.maximum(full_blocks, 1), key)
         return start + np.where(whole, moved, block) * BLOCK_ROWS + offset
 
-    def window_blocks(self, epoch: int, stream: int, first: int, count: int) -> list[list[int]]:
-        """Which whole blocks of `stream` windows `first` to `first + count - 1` hold, in the order of reading."""
+    def window_blocks(self, epoch: int, stream: int, first: int, count: int) -> NDArray:
+        """Which whole blocks of `stream` windows `first` to `first + count - 1` hold, in reading order, int64."""
         each, whole = WINDOW_ROWS // BLOCK_ROWS, self.stream_length(stream) // BLOCK_ROWS
         places = np.arange(first * each, min((first + count) * each, whole), dtype=np.int64)
-        if not len(places):
-            return [[] for _ in range(count)]
-        moved = permute(places, whole, permutation_key(self.seed, epoch, stream, 0)).tolist()
-        return [moved[k * each : (k + 1) * each] for k in range(count)]
+        return permute(places, whole, permutation_key(self.seed, epoch, stream, 0)) if len(places) else places
 
-    def window_runs(
-        self, epoch: int, stream: int, number: int, moved: list[int] | None = None
-    ) -> list[tuple[int, int]]:
-        """Window `number` of a stream as it is read: (first global row, rows) of every block, or of all at once.
+    def window_runs(self, epoch: int, stream: int, number: int, blocks: NDArray | None = None) -> NDArray:
+        """Window `number` of a stream as it is read: first global row and rows of every block, or of all at once,
+        int64 (runs, 2).
 
-        `moved`: its `window_blocks` where they are known.
+        `blocks`: its `window_blocks` where they are known.
         """
         first = number * WINDOW_ROWS
         length, start = self.stream_length(stream), self.stream_start(stream)
-        count = min(WINDOW_ROWS, length - first)
-        if count <= 0:
-            return []
-        if not self.shuffle:
-            return [(start + first, count)]
-        if moved is None:
-            moved = self.window_blocks(epoch, stream, number, 1)[0]
-        runs = [(start + block * BLOCK_ROWS, BLOCK_ROWS) for block in moved]
-        rest = count - len(runs) * BLOCK_ROWS
-        return [*runs, (start + length // BLOCK_ROWS * BLOCK_ROWS, rest)] if rest else runs
+        count = max(0, min(WINDOW_ROWS, length - first))
+        if not count or not self.shuffle:
+            return np.array([(start + first, count)], np.int64)[: count > 0]
+        if blocks is None:
+            blocks = self.window_blocks(epoch, stream, number, 1)
+        rest = count - len(blocks) * BLOCK_ROWS  # of a short last block, which keeps its place at the end
+        runs = np.empty((len(blocks) + (rest > 0), 2), np.int64)
+        runs[: len(blocks), 0] = start + blocks * BLOCK_ROWS
+        runs[: len(blocks), 1] = BLOCK_ROWS
+        if rest:
+            runs[-1] = start + length // BLOCK_ROWS * BLOCK_ROWS, rest
+        return runs
 
     def window_places(self, epoch: int, stream: int, number: int) -> NDArray:
         """Which of the rows that `window_runs` names, one after the other, stands at each place, int64 (rows,).

@@ -37,7 +37,7 @@ class StopRequest:
     What was requested of one is taken over by one that is installed inside it.
     """
 
-    _outer: StopRequest | None = None  # the one installed, if any
+    _outer: StopRequest | None = None  # the one installed last, if any
 
     def __init__(self, announced: bool = False) -> None:
         self._signals = tuple(number for number in SIGNALS if not (announced and number == signal.SIGINT))
@@ -59,7 +59,7 @@ class StopRequest:
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
         if self._before is not None and self._before.requested:
-            self.name, self._first, self.requested = self._before.name, self._before._first, True
+            self._take_over(self._before)
         return self
 
     def __exit__(
@@ -85,11 +85,17 @@ class StopRequest:
                 if number in self._signals:  # others belong to somebody else
                     self._take(number)
 
+    def _take_over(self, other: StopRequest) -> None:
+        self.name, self._first, self.requested = other.name, other._first, True
+
     def _take(self, number: int) -> None:
         now = time.monotonic()
         if not self.requested:
             self.name, self._first = signal.Signals(number).name, now
             self.requested = True
+            inner = StopRequest._outer
+            if inner is not None and inner is not self and not inner.requested:  # installed before this was read
+                inner._take_over(self)
         elif now - self._first > ECHO_SECONDS:
             policy.abandon(128 + number)
 

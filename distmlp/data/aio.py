@@ -8,9 +8,10 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 WORTHWHILE = 4  # reads
 _READ, _WAIT, _NO_SIGNAL, _IN_PROGRESS = 0, 0, 1, 115
@@ -39,21 +40,25 @@ def _find() -> Callable[..., int] | None:
 _lio_listio = _find()
 
 
-def read_spans(handle: int, spans: Sequence[tuple[int, int]], address: int) -> bool:
-    """(offset, bytes) of a file, one after the other, to `address`; False where not every read was whole."""
-    assert _lio_listio is not None
+def read_spans(handle: int, spans: NDArray, out: NDArray) -> bool:
+    """Offset and bytes (spans, 2) in a file, one after the other into `out` (contiguous, not empty).
+
+    False where not every read was whole; raises OSError.
+    """
+    if _lio_listio is None or len(spans) < WORTHWHILE:
+        view, done = out.reshape(-1).data.cast("B"), 0
+        for offset, size in spans.tolist():
+            if os.preadv(handle, (view[done : done + size],), offset) != size:
+                return False
+            done += size
+        return True
+    offsets, sizes = spans.T
     requests = np.zeros(len(spans), _REQUEST)
-    offsets, sizes = np.array(spans, np.int64).T
     requests["handle"], requests["operation"], requests["notify"] = handle, _READ, _NO_SIGNAL
     requests["offset"], requests["size"] = offsets, sizes
-    requests["address"] = address + np.cumsum(sizes) - sizes
+    requests["address"] = out.ctypes.data + np.cumsum(sizes) - sizes
     pointers = requests.ctypes.data + _REQUEST.itemsize * np.arange(len(spans), dtype=np.uint64)
     _lio_listio(_WAIT, pointers.ctypes.data, len(spans), None)
     while (requests["error"] == _IN_PROGRESS).any():  # a signal ended the waiting: nobody may use the memory yet
         time.sleep(1e-3)
-    return bool((requests["done"] == sizes).all() and not requests["error"].any())
-
-
-def usable() -> bool:
-    """Whether this system has it, in the form that is known."""
-    return _lio_listio is not None and hasattr(os, "preadv")
+    return bool((requests["done"] == sizes).all())

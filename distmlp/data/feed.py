@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distmlp.data.advice import advice
+from distmlp.data.held import Held, narrow_roles
 from distmlp.data.lanes import Lanes
 from distmlp.data.memory import available_bytes
 from distmlp.data.pool import Pool, Task, reader_threads
@@ -14,7 +15,7 @@ from distmlp.data.resident import Resident, load
 from distmlp.data.rows import Rows
 from distmlp.data.scratch import Scratch, helps
 from distmlp.data.shards import Shards
-from distmlp.data.streaming import Singles, Window, WindowBatches, Windows, read_rows, window_rows
+from distmlp.data.streaming import Singles, Source, Window, WindowBatches, Windows, read_rows, window_rows
 from distmlp.data.values import blame
 from distmlp.errors import ConfigError, SystemUnfitError
 from distmlp.order import Order, owned_streams
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from distmlp.comm.world import World
 
 RESIDENT_SHARE = 0.5  # of the free memory of a rank
+HELD_SHARE, HELD_BYTES = 0.05, 1 << 30  # of it, and at most, for narrow columns while the others are streamed
 CHUNK_SHARE = 0.25  # of it for decoded chunks while streaming
 
 
@@ -98,15 +100,15 @@ class Feed:
             return Singles(self.shards, self._lanes, self._pool)
         return WindowBatches(self._files(), self.shards, self._lanes, self._pool)
 
-    def _files(self) -> Shards | Scratch:
-        """What windows are read from: the files, or what they were decoded into."""
+    def _files(self) -> Source:
+        """What windows are read from: the files, or what they were decoded into; narrow columns from memory."""
         self.shards.keep_chunks(int(CHUNK_SHARE * self._free_bytes))
-        if not self._scratch_folder or not helps(self.shards):
-            return self.shards
-        if self._scratch is None:
-            rows = self.order.owned_rows(self.streams)
+        rows = self.order.owned_rows(self.streams)
+        if self._scratch_folder and helps(self.shards) and self._scratch is None:
             self._scratch = Scratch(self.shards, rows, self._scratch_folder, self._pool)
-        return self._scratch
+        source = self._scratch or self.shards
+        roles = narrow_roles(self.shards, len(rows), min(HELD_BYTES, int(HELD_SHARE * self._free_bytes)))
+        return Held(source, self.shards, rows, roles, self._pool) if roles else source
 
     def window_rows(self) -> int:
         """Rows of the arrays of one window."""

@@ -7,7 +7,6 @@ description, from which rows are read without the library (`reader`). Pure apart
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -87,31 +86,27 @@ class Layout:
         """Rows are raw bytes at an offset of the file."""
         return self.kind == "contiguous" and self.offset >= 0
 
-    def spans(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]] | None:
-        """Where the bytes of stretches of rows, (first row, rows) each, lie: (offset, bytes), neighbours joined.
-
-        None where they do not lie in the file as they are.
-        """
-        step = self.row_bytes
+    def spans(self, runs: NDArray) -> NDArray | None:
+        """Where the bytes of stretches of rows, first row and rows each (runs, 2), lie: offset and bytes, int64 (…, 2),
+        neighbours joined. None where they do not lie in the file as they are."""
+        step, (firsts, counts) = self.row_bytes, runs.T
         if self.plain:
-            return [(self.offset + first * step, count * step) for first, count in runs]
-        if not self.chunks_are_rows or self.chunks is None:
+            offsets, sizes = self.offset + firsts * step, counts * step
+        elif self.chunks_are_rows and self.chunks is not None:
+            each = self.chunk[0]
+            low = firsts // each
+            parts = (firsts + counts - 1) // each - low + 1  # chunks that a stretch touches
+            number = np.repeat(low - np.cumsum(parts) + parts, parts) + np.arange(int(parts.sum()))
+            chunk = self.chunks[number]
+            if (chunk["offset"] < 0).any() or (chunk["size"] != self.chunk_bytes).any():
+                return None
+            begin = np.maximum(np.repeat(firsts, parts), number * each)
+            end = np.minimum(np.repeat(firsts + counts, parts), (number + 1) * each)
+            offsets, sizes = chunk["offset"] + (begin - number * each) * step, (end - begin) * step
+        else:
             return None
-        spans: list[tuple[int, int]] = []
-        offsets, sizes, each = self.chunks["offset"], self.chunks["size"], self.chunk[0]
-        for first, count in runs:
-            stop = first + count
-            for number in range(first // each, -(-stop // each)):
-                start = int(offsets[number])
-                if start < 0 or sizes[number] != self.chunk_bytes:
-                    return None
-                low, high = max(first - number * each, 0), min(stop - number * each, each)
-                start += low * step
-                if spans and spans[-1][0] + spans[-1][1] == start:
-                    spans[-1] = (spans[-1][0], spans[-1][1] + (high - low) * step)
-                else:
-                    spans.append((start, (high - low) * step))
-        return spans
+        heads = np.flatnonzero(np.append(True, offsets[1:] != offsets[:-1] + sizes[:-1]))
+        return np.stack((offsets[heads], np.add.reduceat(sizes, heads)), axis=1)
 
     def where(self, start: int, stop: int) -> str:
         """ "file, dataset `name`, rows a to b" for messages; `stop` is exclusive."""

@@ -11,7 +11,6 @@ import os
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,34 +70,26 @@ class RowReader:
         except MemoryError:
             raise DataError(f"{layout.where(start, stop)}: not enough memory to read them") from None
 
-    def read_runs(self, layout: Layout, runs: Sequence[tuple[int, int]], out: NDArray) -> None:
-        """Stretches of rows, (first row, rows) each, one after the other into `out`. Raises as `read` does."""
+    def read_runs(self, layout: Layout, runs: NDArray, out: NDArray) -> None:
+        """Stretches of rows, first row and rows each (runs, 2), one after the other into `out`. Raises as `read`."""
         direct = layout.checksums is None and out.dtype == layout.dtype and out.flags.c_contiguous and out.size
         spans = layout.spans(runs) if direct else None
-        if spans is not None and self._fill_spans(layout.path, spans, out.reshape(-1).data.cast("B")):
+        if spans is not None and self._fill_spans(layout.path, spans, out):
             return
         done = 0
-        for first, count in runs:
+        for first, count in runs.tolist():
             self.read(layout, first, first + count, out[done : done + count])
             done += count
 
-    def _fill_spans(self, path: str, spans: Sequence[tuple[int, int]], view: memoryview) -> bool:
-        """(offset, bytes) of a file, one after the other, into `view`; False where that does not work at once.
+    def _fill_spans(self, path: str, spans: NDArray, out: NDArray) -> bool:
+        """Offset and bytes in a file, one after the other, into `out`; False where that does not work at once.
 
         Next to nothing is done beside the system calls: the interpreter is what reader threads wait for.
         """
-        done = 0
         try:
-            handle = self._handles.get(path)
-            if len(spans) >= aio.WORTHWHILE and aio.usable():
-                return aio.read_spans(handle, spans, np.frombuffer(view, np.uint8).ctypes.data)
-            for offset, size in spans:
-                if os.preadv(handle, (view[done : done + size],), offset) != size:
-                    return False
-                done += size
+            return aio.read_spans(self._handles.get(path), spans, out)
         except OSError:
             return False
-        return True
 
     def _read(self, layout: Layout, start: int, stop: int, out: NDArray) -> None:
         if layout.kind == "chunked":

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
+from numpy.typing import NDArray
 
 from distmlp.data.lanes import Lanes
 from distmlp.data.pool import Pool
@@ -52,10 +51,14 @@ class Resident:
         wanted = rows[indices.start - planned.start : indices.stop - planned.start]
         return self.rows.map(lambda array: array.take(wanted, axis=0))
 
-    def read_runs(self, runs: Sequence[tuple[int, int]], out: Rows) -> None:
+    def read_runs(self, runs: NDArray, out: Rows) -> None:
         """As `Shards.read_runs`, from memory: one call an array, which holds the interpreter up once."""
-        firsts, counts = np.array(runs, np.int64).reshape(-1, 2).T
-        before = np.cumsum(counts) - counts
-        wanted = np.repeat(firsts - self._first - before, counts) + np.arange(int(counts.sum()))
+        wanted = rows_of(runs) - self._first
         for target, source in zip(out.parts, self.rows.parts, strict=True):
             source.take(wanted, axis=0, out=target, mode="clip")  # "raise" would copy once more
+
+
+def rows_of(runs: NDArray) -> NDArray:
+    """All rows of stretches, first row and rows each (runs, 2)."""
+    firsts, counts = runs.T
+    return np.repeat(firsts - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))

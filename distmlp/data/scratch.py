@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator
 from typing import IO
 
+import numpy as np
+from numpy.typing import NDArray
+
+from distmlp.data import aio
 from distmlp.data.pool import Pool
 from distmlp.data.rows import Rows
 from distmlp.data.shards import ROLES, Shards
@@ -67,23 +71,19 @@ class Scratch:
                     raise SystemUnfitError(f"data.scratch = {self._folder}: {error.strerror or error}") from None
                 view, offset = view[done:], offset + done
 
-    def read_runs(self, runs: Sequence[tuple[int, int]], out: Rows) -> None:
+    def read_runs(self, runs: NDArray, out: Rows, roles: Container[str] = ROLES) -> None:
         """As `Shards.read_runs`."""
-        handle = self._file.fileno()
+        firsts, counts = runs.T
         for role, part, size, begin in zip(ROLES, out.parts, self._sizes, self._starts, strict=False):
-            view, done = part.reshape(-1).data.cast("B"), 0
-            for first, count in runs:
-                offset, length = begin + (first - self._first) * size, count * size
-                try:
-                    got = os.preadv(handle, (view[done : done + length],), offset)
-                except OSError:
-                    got = -1
-                if got != length:
-                    raise DataError(
-                        f"data.scratch = {self._folder}: {role} of global rows {first} to {first + count - 1} cannot "
-                        "be read back; check that disk, or leave it empty"
-                    )
-                done += length
+            if role not in roles:
+                continue
+            spans = np.stack((begin + (firsts - self._first) * size, counts * size), axis=1)
+            try:
+                whole = aio.read_spans(self._file.fileno(), spans, part)
+            except OSError:
+                whole = False
+            if not whole:
+                raise DataError(f"data.scratch = {self._folder}: decoded {role} cannot be read back; check that disk")
 
     def close(self) -> None:
         """Give the room back."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -124,34 +124,36 @@ class Shards:
 
     def read_into(self, start: int, stop: int, out: Rows) -> None:
         """Global rows `start` to `stop - 1` into arrays made by `empty`."""
-        self.read_runs([(start, stop - start)], out)
+        self.read_runs(np.array([(start, stop - start)], np.int64), out)
 
-    def read_runs(self, runs: Sequence[tuple[int, int]], out: Rows) -> None:
-        """Stretches of rows, (first global row, rows) each, one after the other into `out`. Raises DataError."""
+    def read_runs(self, runs: NDArray, out: Rows, roles: Container[str] = ROLES) -> None:
+        """Stretches of rows, first global row and rows each (runs, 2), one after the other into `out`; of the arrays
+        of `roles` alone. Raises DataError."""
         files = self._by_file(runs)
         for role, array in zip(ROLES, (out.inputs, out.targets, out.weights), strict=True):
-            if array is None or role not in self.files[0]:
+            if array is None or role not in self.files[0] or role not in roles:
                 continue
             flat, done = array.reshape(len(array), self.files[0][role].width), 0
             for number, count, pieces in files:
                 self._reader.read_runs(self.files[number][role], pieces, flat[done : done + count])
                 done += count
 
-    def _by_file(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[tuple[int, int]]]]:
-        """(file, rows, stretches in it), one after the other; what follows on is one stretch."""
-        files: list[tuple[int, int, list[tuple[int, int]]]] = []
-        for first, count in runs:
-            for number, row, part in self._pieces(first, count):
-                if not files or files[-1][0] != number:
-                    files.append((number, part, [(row, part)]))
-                    continue
-                _, total, pieces = files[-1]
-                if pieces[-1][0] + pieces[-1][1] == row:
-                    pieces[-1] = (pieces[-1][0], pieces[-1][1] + part)
-                else:
-                    pieces.append((row, part))
-                files[-1] = (number, total + part, pieces)
-        return files
+    def _by_file(self, runs: NDArray) -> list[tuple[int, int, NDArray]]:
+        """(file, rows, stretches in it), one after the other."""
+        runs = runs[runs[:, 1] > 0]
+        firsts, counts = runs.T
+        numbers = np.searchsorted(self.starts, firsts, side="right") - 1
+        if (firsts + counts > self.starts[numbers + 1]).any():
+            numbers, firsts, counts = np.array([piece for run in runs.tolist() for piece in self._pieces(*run)]).T
+        else:
+            firsts = firsts - self.starts[numbers]
+        pieces = np.stack((firsts, counts), axis=1)
+        breaks = (np.flatnonzero(np.diff(numbers)) + 1).tolist()
+        return [
+            (int(numbers[begin]), int(counts[begin:end].sum()), pieces[begin:end])
+            for begin, end in zip([0, *breaks], [*breaks, len(pieces)], strict=True)
+            if begin < end
+        ]
 
     def _pieces(self, row: int, count: int) -> Iterator[tuple[int, int, int]]:
         """(file, first row in it, rows) of `count` global rows from `row` on."""

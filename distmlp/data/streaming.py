@@ -13,17 +13,17 @@ from distmlp.data.lanes import Lanes
 from distmlp.data.pool import Pool, Task
 from distmlp.data.rows import Rows
 from distmlp.data.shards import Shards
-from distmlp.order import WINDOW_ROWS
+from distmlp.order import BLOCK_ROWS, WINDOW_ROWS
 
 HELD = 2  # windows in memory: the one in use and the next
-TASK_BYTES = 4 << 20  # that a thread should read at a time
+TASK_BYTES = 8 << 20  # that a thread should read at a time
 AHEAD = 64  # windows whose blocks are worked out at once
 
 
 class Source(Protocol):
     """Where windows come from: the files, or rows in memory."""
 
-    def read_runs(self, runs: list[tuple[int, int]], out: Rows) -> None: ...
+    def read_runs(self, runs: NDArray, out: Rows) -> None: ...
 
 
 def runs(rows: NDArray) -> Iterator[tuple[int, int]]:
@@ -77,7 +77,7 @@ class Windows:
         convert: Callable[[Any, int, int], object] = lambda window, first, stop: None, places: bool = True,
     ) -> None:  # fmt: skip
         self._source, self._lanes, self._pool, self._convert = source, lanes, pool, convert
-        self._places, self._blocks = places, dict[int, tuple[tuple[int, int], list[list[int]]]]()
+        self._places, self._blocks = places, dict[int, tuple[tuple[int, int], NDArray]]()
         order = lanes.order
         longest = max(order.stream_length(stream) for stream in (lanes.streams.start, lanes.streams.stop - 1))
         self.count = max(1, -(-longest // WINDOW_ROWS))  # windows of an epoch
@@ -141,34 +141,32 @@ class Windows:
 
     def _fill(self, number: int, lanes: range, part: int, parts: int, window: Window) -> None:
         """Read a share of a window: some streams, or one of `parts` parts of a stream."""
-        begin, wanted = lanes.start * self.stride, list[tuple[int, int]]()
-        count = 0
+        begin, count, wanted = lanes.start * self.stride, 0, list[NDArray]()
         for lane in lanes:
             runs = self._runs(number, self._lanes.streams.start + lane)
             low, high = len(runs) * part // parts, len(runs) * (part + 1) // parts
             if begin + count != lane * self.stride:  # the stream before it was shorter
                 self._read(wanted, begin, count, window)
-                begin, wanted, count = lane * self.stride, [], 0
-            if low:
-                begin += sum(rows for _, rows in runs[:low])
-            wanted += runs[low:high]
-            count += sum(rows for _, rows in runs[low:high])
+                begin, count, wanted = lane * self.stride, 0, []
+            begin += int(runs[:low, 1].sum())
+            wanted.append(runs[low:high])
+            count += int(runs[low:high, 1].sum())
         self._read(wanted, begin, count, window)
 
-    def _read(self, runs: list[tuple[int, int]], first: int, count: int, window: Window) -> None:
+    def _read(self, runs: list[NDArray], first: int, count: int, window: Window) -> None:
         if count:
-            self._source.read_runs(runs, window.rows.map(lambda array: array[first : first + count]))
+            self._source.read_runs(np.concatenate(runs), window.rows.map(lambda array: array[first : first + count]))
             self._convert(window, first, first + count)
 
-    def _runs(self, number: int, stream: int) -> list[tuple[int, int]]:
+    def _runs(self, number: int, stream: int) -> NDArray:
         """`Order.window_runs` of a window; many windows' blocks at once cost little more than those of one."""
         epoch, place = divmod(number, self.count)
-        base, order = place // AHEAD * AHEAD, self._lanes.order
-        key, blocks = self._blocks.get(stream, ((-1, -1), []))
+        base, each, order = place // AHEAD * AHEAD, WINDOW_ROWS // BLOCK_ROWS, self._lanes.order
+        key, blocks = self._blocks.get(stream, ((-1, -1), np.empty(0, np.int64)))
         if key != (epoch, base):
             blocks = order.window_blocks(epoch, stream, base, AHEAD)
             self._blocks[stream] = (epoch, base), blocks
-        return order.window_runs(epoch, stream, place, blocks[place - base])
+        return order.window_runs(epoch, stream, place, blocks[(place - base) * each : (place - base + 1) * each])
 
     def filled(self, number: int) -> list[range]:
         """Which rows of the arrays window `number` fills: all of them, or some of every stream at an epoch's end."""
@@ -209,6 +207,7 @@ def _shares(lanes: int, threads: int, rooms: Sequence[Window]) -> list[tuple[ran
         return [(range(lane, lane + 1), part, parts) for lane in range(lanes) for part in range(parts)]
     stream_bytes = sum(array.nbytes for array in rooms[0].rows.parts) // lanes
     group = max(1, min(TASK_BYTES // max(1, stream_bytes), lanes * (len(rooms) - 1) // threads))
+    group = -(-lanes // -(-lanes // group))  # as even as can be
     return [(range(lane, min(lanes, lane + group)), 0, 1) for lane in range(0, lanes, group)]
 
 

@@ -58,7 +58,11 @@ class WindowRows:
         self._used = [cupy.cuda.Event(disable_timing=True) for _ in range(self._slots)]
         for event in self._used:
             event.record(ledger.stream)
-        self.about = f"rows streamed, {count * sum(sizes.values()):,} bytes of pinned memory"
+        free = cupy.cuda.runtime.memGetInfo()[0]
+        self.about = (
+            f"rows streamed: all of them are {feed.resident_bytes():,} bytes, {free:,} are free on the GPU; "
+            f"{count * sum(sizes.values()):,} bytes of pinned memory"
+        )
         self._there: dict[int, cupy.cuda.Event] = {}  # number of a window → when it has arrived
         self._ordered: set[int] = set()  # of those the ones with an index table
         self._needed = range(0)

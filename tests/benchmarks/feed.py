@@ -41,7 +41,7 @@ LAYOUTS = (  # name, rows, columns, options of h5py
     ("contiguous, 784 columns", 1_000_000, FEATURES, {}),
     ("contiguous, 64 columns", 4_000_000, 64, {}),
     ("chunks of 256 rows, 784 columns", 1_000_000, FEATURES, {"chunks": 256}),
-    ("gzip, chunks of 256 rows, 784 columns", 500_000, FEATURES, GZIP),
+    ("gzip, chunks of 256 rows, 784 columns", 250_000, FEATURES, GZIP),
 )
 NETWORKS = ([784, 2048, 2048, 2048, 1], [784, 4096, 4096, 1], [784, 4096, 4096, 4096, 1])
 BUDGET = 1_500_000_000  # bytes of host and of device memory that the limited run is told of
@@ -293,7 +293,6 @@ def main() -> None:
         files = make_files(Path(folder), options.scale)
         say("files written")
         wide = files[0][1]
-        loader = apart("feed_loader.py", wide.replace("*", "0"), str(BATCH), str(min(16, options.readers)), "3")
         out = {**about(options.readers), "rates": [], "training": []}
 
         def keep() -> None:
@@ -305,6 +304,7 @@ def main() -> None:
         for layers in NETWORKS:
             out["training"].append(training(wide, layers, options.readers))
             keep()
+        loader = apart("feed_loader.py", wide.replace("*", "0"), str(BATCH), str(min(16, options.readers)), "2")
         out["limited"] = result_of(apart("feed.py", "--limited", wide, "--readers", str(options.readers)), 30)
         say(out["limited"])
         keep()

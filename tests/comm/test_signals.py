@@ -68,3 +68,9 @@ def test_another_thread_gets_a_request_that_nothing_sets():
     thread.start()
     thread.join()
     assert results == [False]
+
+
+def test_a_signal_that_is_read_late_reaches_the_request_installed_meanwhile():
+    with StopRequest(announced=True) as early, StopRequest() as stop:
+        early._take(signal.SIGUSR1)  # it came before `stop` was there, but its thread had no turn yet
+        assert (stop.requested, stop.name) == (True, "SIGUSR1")

@@ -36,8 +36,8 @@ def open_shards_of(folder):
 
 
 def shorten_windows(monkeypatch):
-    monkeypatch.setattr(order_module, "BLOCK_ROWS", 16)
     for module in (order_module, streaming):
+        monkeypatch.setattr(module, "BLOCK_ROWS", 16)
         monkeypatch.setattr(module, "WINDOW_ROWS", 64)
 
 
@@ -290,6 +290,28 @@ def test_compressed_rows_are_decoded_once_where_there_is_scratch(tmp_path, monke
     assert not made[0].advice()
     for feed in made:
         feed.close()
+
+
+@pytest.mark.parametrize(("features", "held"), [(3, False), (40, True)])
+def test_narrow_columns_are_read_once(tmp_path, monkeypatch, features, held):
+    """And then lie in memory, where they are narrow beside the whole row."""
+    write_ids(tmp_path, ROWS, features)
+    shards = open_shards(tmp_path)
+    order = Order(shards.rows, 4, 500, 3, True)
+    feed = Feed(shards, order, at(1, 2), "stream", 2)
+    read = []
+    original = shards._reader.read_runs
+    monkeypatch.setattr(
+        reader.RowReader, "read_runs", lambda self, layout, *rest: read.append(layout.name) or original(layout, *rest)
+    )
+    for epoch in range(3):
+        for number in range(order.batches_per_epoch):
+            batch = feed.batch(epoch, number)
+            wanted = order.batch_rows(epoch, number, feed.streams)
+            np.testing.assert_array_equal(batch.inputs[:, 0], wanted)
+            np.testing.assert_array_equal(batch.targets[:, 0], wanted)
+    assert (read.count("targets") < read.count("inputs")) is held
+    feed.close()
 
 
 def test_scratch_without_room(tmp_path):

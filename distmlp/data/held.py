@@ -1,0 +1,59 @@
+"""Columns so narrow that they stay in memory while the others are streamed: the targets of a block of wide rows would
+cost as many reads as its inputs."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distmlp.data.pool import Pool
+from distmlp.data.resident import PIECE_BYTES, rows_of
+from distmlp.data.rows import Rows
+from distmlp.data.shards import ROLES, Shards
+
+NARROW = 8  # times as much memory must a whole row take
+
+
+class Source(Protocol):
+    """Where the other columns come from."""
+
+    def read_runs(self, runs: NDArray, out: Rows, roles: tuple[str, ...]) -> None: ...
+
+
+class Held:
+    """Targets and weights of a rank's own `rows` (global) in memory, read once. Raises DataError."""
+
+    def __init__(self, source: Source, shards: Shards, rows: range, roles: tuple[str, ...], pool: Pool) -> None:
+        self._source, self._first, self._roles = source, rows.start, roles
+        self._others = tuple(role for role in ROLES if role not in roles)
+        one = shards.empty(1)
+        sizes = [len(rows) if role in roles else 0 for role in ROLES[: len(one.parts)]]
+        parts = [np.empty((size, *part.shape[1:]), part.dtype) for size, part in zip(sizes, one.parts, strict=True)]
+        self._rows = Rows(*parts)
+        step = max(1, PIECE_BYTES // sum(part.nbytes for part in one.parts[1:]))
+        tasks = []
+        for start in range(0, len(rows), step):
+            piece = self._rows.map(lambda array, start=start: array[start : start + step])
+            runs = np.array([(rows.start + start, min(step, len(rows) - start))], np.int64)
+            tasks.append(pool.submit(source.read_runs, runs, piece, roles))
+        for task in tasks:
+            task.settle()
+        for task in tasks:
+            task.result()
+
+    def read_runs(self, runs: NDArray, out: Rows) -> None:
+        """As `Shards.read_runs`."""
+        self._source.read_runs(runs, out, self._others)
+        wanted = rows_of(runs) - self._first
+        for role, target, kept in zip(ROLES, out.parts, self._rows.parts, strict=False):
+            if role in self._roles:
+                kept.take(wanted, axis=0, out=target, mode="clip")
+
+
+def narrow_roles(shards: Shards, rows: int, limit_bytes: int) -> tuple[str, ...]:
+    """Those of targets and weights that are narrow beside the whole row, if `rows` rows of them fit."""
+    sizes = dict(zip(ROLES, (part.nbytes for part in shards.empty(1).parts), strict=False))
+    roles = [role for role in ROLES[1:] if role in sizes and NARROW * sizes[role] <= shards.row_bytes]
+    return tuple(roles) if rows * sum(sizes[role] for role in roles) <= limit_bytes else ()
