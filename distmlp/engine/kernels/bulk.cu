@@ -338,5 +338,3 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(BULK_THRE
     }
     cluster_sync();  // nothing arrives at a block that is gone
 }
-
-extern "C" __constant__ int BULK_SIZES[] = {SHARED_BYTES};
