@@ -28,6 +28,7 @@ def _obstacle() -> str:
     return find_obstacle()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     ours = [item for item in items if str(item.path).startswith(FOLDER)]
     for item in ours:
