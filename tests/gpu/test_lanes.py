@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from engine.fakes import run_ranks
 from gpu.cases import Case
-from gpu.test_steps import check
+from gpu.checks import check
 from launching import mpirun_path, run_distmlp
 
 RANKS = {"reproducible": "ranks"}
