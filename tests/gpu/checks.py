@@ -13,6 +13,17 @@ import pytest
 from gpu.cases import LIMITS, Case, error, rates
 from numpy.typing import NDArray
 
+from distmlp.engine.device import find_obstacle
+
+
+def _is_hopper() -> bool:
+    from distmlp.engine.fused_state import describe_device
+
+    return not find_obstacle() and describe_device()[1] == 90
+
+
+hopper_only = pytest.mark.skipif(not _is_hopper(), reason="this kernel is for compute capability 9.0")
+
 
 def bits(engine: Any) -> list[bytes]:
     state = engine.state()

@@ -16,19 +16,12 @@ from gpu.checks import (
     check_planned,
     check_skips,
     check_stops,
+    hopper_only,
 )
 
-from distmlp.engine.device import find_obstacle
 from distmlp.engine.layout import ACTIVATIONS
 
-
-def _is_hopper() -> bool:
-    from distmlp.engine.fused_state import describe_device
-
-    return not find_obstacle() and describe_device()[1] == 90
-
-
-pytestmark = pytest.mark.skipif(not _is_hopper(), reason="the bulk kernel is for compute capability 9.0")
+pytestmark = hopper_only
 
 BASE = Case(precision="bf16", kernel="bulk", batch=300, limit=1.5, widths=(40, 130, 70))
 LARGE = BASE.but(widths=(256, 512, 512, 96), activation="relu", optimizer="adam", batch=2048, batches=3)

@@ -16,9 +16,12 @@ from gpu.checks import (
     check_planned,
     check_skips,
     check_stops,
+    hopper_only,
 )
 
 from distmlp.engine.layout import ACTIVATIONS
+
+pytestmark = hopper_only
 
 BASE = Case(precision="bf16", kernel="chain", widths=(70, 200, 130, 33), batch=1500, batches=1, limit=1.5)
 MID = BASE.but(widths=(256,) * 6, activation="relu", optimizer="adam", batch=4096, batches=2, limit=3.0)

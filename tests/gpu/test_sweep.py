@@ -5,9 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gpu.cases import Case
-from gpu.checks import check_bits_repeat, check_flat_gradient, check_follows_wide, check_planned, check_stops
+from gpu.checks import (
+    check_bits_repeat,
+    check_flat_gradient,
+    check_follows_wide,
+    check_planned,
+    check_stops,
+    hopper_only,
+)
 
 from distmlp.engine.layout import ACTIVATIONS
+
+pytestmark = hopper_only
 
 BASE = Case(precision="bf16", kernel="sweep", batch=9000, batches=1, limit=1.5)
 DEEP = BASE.but(widths=(32, 128, 128, 128, 128, 16), activation="relu", optimizer="adam", batch=20_000, limit=2.0)
