@@ -1,4 +1,4 @@
-"""Many reads of one file in one call, without coming back to the interpreter between them: many reader threads would
+"""Many reads of files in one call, without coming back to the interpreter between them: many reader threads would
 wait longer for it than small reads take.
 
 Linux's own asynchronous I/O (`io_submit`) reads what is in the page cache at once, in the thread that asks. Where it is
@@ -85,39 +85,39 @@ class _Context:
 _mine = threading.local()
 
 
-def read_spans(handle: int, spans: NDArray, out: NDArray) -> bool:
-    """Offset and bytes (spans, 2) in a file, one after the other into `out` (contiguous, not empty).
+def read_spans(handles: NDArray | int, spans: NDArray, out: NDArray) -> bool:
+    """Offset and bytes (spans, 2) in files open as `handles`, one after the other into `out` (contiguous, not empty).
 
-    False where not every read was whole; raises OSError.
+    `handles`: one for all spans or one for each. False where not every read was whole; raises OSError.
     """
     if len(spans) >= WORTHWHILE:
         if _syscall is not None:
             if not hasattr(_mine, "context"):
                 _mine.context = _Context()
             if _mine.context.number:
-                return _with_kernel(_mine.context, handle, spans, out)
+                return _with_kernel(_mine.context, handles, spans, out)
         if _lio_listio is not None:
-            return _with_library(handle, spans, out)
+            return _with_library(handles, spans, out)
     view, done = out.reshape(-1).data.cast("B"), 0
-    for offset, size in spans.tolist():
+    for handle, (offset, size) in zip(np.broadcast_to(handles, len(spans)).tolist(), spans.tolist(), strict=True):
         if os.preadv(handle, (view[done : done + size],), offset) != size:
             return False
         done += size
     return True
 
 
-def _requests(kind: np.dtype, handle: int, spans: NDArray, out: NDArray) -> tuple[NDArray, NDArray]:
+def _requests(kind: np.dtype, handles: NDArray | int, spans: NDArray, out: NDArray) -> tuple[NDArray, NDArray]:
     """The requests, and where each of them lies in memory."""
     offsets, sizes = spans.T
     requests = np.zeros(len(spans), kind)
-    requests["handle"], requests["offset"], requests["size"] = handle, offsets, sizes
+    requests["handle"], requests["offset"], requests["size"] = handles, offsets, sizes
     requests["address"] = out.ctypes.data + np.cumsum(sizes) - sizes
     return requests, requests.ctypes.data + kind.itemsize * np.arange(len(spans), dtype=np.uint64)
 
 
-def _with_kernel(context: _Context, handle: int, spans: NDArray, out: NDArray) -> bool:
+def _with_kernel(context: _Context, handles: NDArray | int, spans: NDArray, out: NDArray) -> bool:
     assert _syscall is not None
-    requests, pointers = _requests(_KERNEL_REQUEST, handle, spans, out)
+    requests, pointers = _requests(_KERNEL_REQUEST, handles, spans, out)
     number, events = ctypes.c_ulong(context.number), context.events
     for start in range(0, len(spans), TOGETHER):
         wanted = min(TOGETHER, len(spans) - start)
@@ -135,9 +135,9 @@ def _with_kernel(context: _Context, handle: int, spans: NDArray, out: NDArray) -
     return bool(requests.size)  # which had to live until here
 
 
-def _with_library(handle: int, spans: NDArray, out: NDArray) -> bool:
+def _with_library(handles: NDArray | int, spans: NDArray, out: NDArray) -> bool:
     assert _lio_listio is not None
-    requests, pointers = _requests(_LIBRARY_REQUEST, handle, spans, out)
+    requests, pointers = _requests(_LIBRARY_REQUEST, handles, spans, out)
     requests["operation"], requests["notify"] = _READ, _NO_SIGNAL
     _lio_listio(_WAIT, pointers.ctypes.data, len(spans), None)
     while (requests["error"] == _IN_PROGRESS).any():  # a signal ended the waiting: nobody may use the memory yet

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from distmlp.data.direct import DirectRows
 from distmlp.data.inspection import Inspected, inspect_files
 from distmlp.data.layout import Layout
 from distmlp.data.reader import RowReader
@@ -60,6 +61,11 @@ class Shards:
             self.target_dtype = np.dtype(np.int64)
         self.weight_dtype = _common_dtype(files, "sample_weights") if "sample_weights" in first else None
         self._reader = RowReader()
+        kinds = (self.input_dtype, self.target_dtype, self.weight_dtype)
+        self._dtypes = {role: kind for role, kind in zip(ROLES, kinds, strict=True) if kind and role in first}
+        self._direct = {
+            role: DirectRows([file[role] for file in files], self.starts, kind) for role, kind in self._dtypes.items()
+        }
 
     @classmethod
     def open(
@@ -129,12 +135,13 @@ class Shards:
     def read_runs(self, runs: NDArray, out: Rows, roles: Container[str] = ROLES) -> None:
         """Stretches of rows, first global row and rows each (runs, 2), one after the other into `out`; of the arrays
         of `roles` alone. Raises DataError."""
-        files = self._by_file(runs)
         for role, array in zip(ROLES, (out.inputs, out.targets, out.weights), strict=True):
             if array is None or role not in self.files[0] or role not in roles:
                 continue
+            if array.dtype == self._dtypes[role] and self._reader.read_direct(self._direct[role], runs, array):
+                continue
             flat, done = array.reshape(len(array), self.files[0][role].width), 0
-            for number, count, pieces in files:
+            for number, count, pieces in self._by_file(runs):
                 self._reader.read_runs(self.files[number][role], pieces, flat[done : done + count])
                 done += count
 

@@ -13,11 +13,12 @@ from distmlp.data.lanes import Lanes
 from distmlp.data.pool import Pool, Task
 from distmlp.data.rows import Rows
 from distmlp.data.shards import Shards
-from distmlp.order import BLOCK_ROWS, WINDOW_ROWS
+from distmlp.order import WINDOW_ROWS
 
 HELD = 2  # windows in memory: the one in use and the next
 TASK_BYTES = 8 << 20  # that a thread should read at a time
-AHEAD = 64  # windows whose blocks are worked out at once
+AHEAD = 64  # windows whose blocks are worked out at once, at little more cost than those of one
+_NO_PLAN = np.empty((0, 0, 2), np.int64)
 
 
 class Source(Protocol):
@@ -77,7 +78,7 @@ class Windows:
         convert: Callable[[Any, int, int], object] = lambda window, first, stop: None, places: bool = True,
     ) -> None:  # fmt: skip
         self._source, self._lanes, self._pool, self._convert = source, lanes, pool, convert
-        self._places, self._blocks = places, dict[int, tuple[tuple[int, int], NDArray]]()
+        self._places, self._plans = places, dict[range, tuple[tuple[int, int], NDArray]]()
         order = lanes.order
         longest = max(order.stream_length(stream) for stream in (lanes.streams.start, lanes.streams.stop - 1))
         self.count = max(1, -(-longest // WINDOW_ROWS))  # windows of an epoch
@@ -91,10 +92,14 @@ class Windows:
         """The running number of the window, over all epochs, that holds own position `index` of `epoch`."""
         return epoch * self.count + index // self.span
 
-    def get(self, number: int) -> Window:
-        """Window `number`, filled, after which those that follow are read. Raises DataError."""
+    def ask(self, number: int) -> None:
+        """Window `number` comes next: begin to read it and those that follow, and no others."""
         self._keep(range(number, number + len(self._filling) + len(self._free)))
         self.read_on(number)
+
+    def get(self, number: int) -> Window:
+        """Window `number`, filled, after which those that follow are read. Raises DataError."""
+        self.ask(number)
         if number not in self._filling:
             window = self._free.pop(0)
             assert window.copy is not None
@@ -141,32 +146,27 @@ class Windows:
 
     def _fill(self, number: int, lanes: range, part: int, parts: int, window: Window) -> None:
         """Read a share of a window: some streams, or one of `parts` parts of a stream."""
-        begin, count, wanted = lanes.start * self.stride, 0, list[NDArray]()
-        for lane in lanes:
-            runs = self._runs(number, self._lanes.streams.start + lane)
-            low, high = len(runs) * part // parts, len(runs) * (part + 1) // parts
-            if begin + count != lane * self.stride:  # the stream before it was shorter
-                self._read(wanted, begin, count, window)
-                begin, count, wanted = lane * self.stride, 0, []
-            begin += int(runs[:low, 1].sum())
-            wanted.append(runs[low:high])
-            count += int(runs[low:high, 1].sum())
-        self._read(wanted, begin, count, window)
-
-    def _read(self, runs: list[NDArray], first: int, count: int, window: Window) -> None:
-        if count:
-            self._source.read_runs(np.concatenate(runs), window.rows.map(lambda array: array[first : first + count]))
-            self._convert(window, first, first + count)
-
-    def _runs(self, number: int, stream: int) -> NDArray:
-        """`Order.window_runs` of a window; many windows' blocks at once cost little more than those of one."""
         epoch, place = divmod(number, self.count)
-        base, each, order = place // AHEAD * AHEAD, WINDOW_ROWS // BLOCK_ROWS, self._lanes.order
-        key, blocks = self._blocks.get(stream, ((-1, -1), np.empty(0, np.int64)))
-        if key != (epoch, base):
-            blocks = order.window_blocks(epoch, stream, base, AHEAD)
-            self._blocks[stream] = (epoch, base), blocks
-        return order.window_runs(epoch, stream, place, blocks[(place - base) * each : (place - base + 1) * each])
+        streams = range(self._lanes.streams.start + lanes.start, self._lanes.streams.start + lanes.stop)
+        first, planned = self._plans.get(lanes, ((-1, -1), _NO_PLAN))
+        if first != (epoch, place // AHEAD):
+            planned = self._lanes.order.windows_runs(epoch, streams, place // AHEAD * AHEAD, AHEAD)
+            self._plans[lanes] = (epoch, place // AHEAD), planned
+        if place % AHEAD < len(planned):
+            runs = planned[place % AHEAD]
+            low, high = len(runs) * part // parts, len(runs) * (part + 1) // parts
+            self._read(runs[low:high], lanes.start * self.stride + int(runs[:low, 1].sum()), window)
+            return
+        for lane, stream in zip(lanes, streams, strict=True):  # an epoch's last window, which may be short
+            runs = self._lanes.order.window_runs(epoch, stream, place)
+            low, high = len(runs) * part // parts, len(runs) * (part + 1) // parts
+            self._read(runs[low:high], lane * self.stride + int(runs[:low, 1].sum()), window)
+
+    def _read(self, runs: NDArray, first: int, window: Window) -> None:
+        count = int(runs[:, 1].sum())
+        if count:
+            self._source.read_runs(runs, window.rows.map(lambda array: array[first : first + count]))
+            self._convert(window, first, first + count)
 
     def filled(self, number: int) -> list[range]:
         """Which rows of the arrays window `number` fills: all of them, or some of every stream at an epoch's end."""

@@ -98,17 +98,30 @@ class WindowRows:
         windows = self._windows
         self._needed = range(windows.number(epoch, first), windows.number(epoch, stop - 1) + 1)
         for number in self._needed:
-            started = perf_counter()
-            if number not in self._there:
-                windows.get(number)
-                self._send(number)
-            self._there[number].synchronize()  # here and not on the device alone, so that all waiting is counted
-            self._feed.wait_seconds += perf_counter() - started
+            self._bring(number)
             self._ledger.stream.wait_event(self._there[number])
             if number not in self._ordered:
                 self._order(number)
         begin = self._needed.start % self._slots * self._span
         return self._place, begin + bounds[:-1] - first // self._span * self._span
+
+    def _bring(self, number: int) -> None:
+        """Have a window on the device. Waiting counts from when the GPU has nothing else to do."""
+        if number not in self._there:
+            self._windows.ask(number)
+        while not self._ledger.stream.done and not (number in self._there and self._there[number].done):
+            if number not in self._there:
+                self._windows.read_on(number)
+                if self._windows.ready(number):
+                    self._send(number)
+                    continue
+            sleep(POLL_SECONDS)
+        started = perf_counter()
+        if number not in self._there:
+            self._windows.get(number)
+            self._send(number)
+        self._there[number].synchronize()  # here and not on the device alone, so that all waiting is counted
+        self._feed.wait_seconds += perf_counter() - started
 
     def launched(self) -> None:
         """The launch that reads what `prepare` gave is queued."""

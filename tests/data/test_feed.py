@@ -16,6 +16,7 @@ from distmlp.data import feed as feed_module
 from distmlp.data import reader, streaming
 from distmlp.data.feed import Feed
 from distmlp.data.lanes import Lanes
+from distmlp.data.rows import ROLES
 from distmlp.data.streaming import Singles, WindowBatches, runs
 from distmlp.errors import ConfigError, DataError, SystemUnfitError
 from distmlp.order import Order, owned_streams
@@ -36,8 +37,8 @@ def open_shards_of(folder):
 
 
 def shorten_windows(monkeypatch):
+    monkeypatch.setattr(order_module, "BLOCK_ROWS", 16)
     for module in (order_module, streaming):
-        monkeypatch.setattr(module, "BLOCK_ROWS", 16)
         monkeypatch.setattr(module, "WINDOW_ROWS", 64)
 
 
@@ -300,9 +301,9 @@ def test_narrow_columns_are_read_once(tmp_path, monkeypatch, features, held):
     order = Order(shards.rows, 4, 500, 3, True)
     feed = Feed(shards, order, at(1, 2), "stream", 2)
     read = []
-    original = shards._reader.read_runs
+    original = shards.read_runs
     monkeypatch.setattr(
-        reader.RowReader, "read_runs", lambda self, layout, *rest: read.append(layout.name) or original(layout, *rest)
+        shards, "read_runs", lambda runs, out, roles=ROLES: read.extend(roles) or original(runs, out, roles)
     )
     for epoch in range(3):
         for number in range(order.batches_per_epoch):
