@@ -143,7 +143,13 @@ class Feed:
         return self._pool.threads
 
     def advice(self) -> list[str]:
-        """What slows this rank's reading down and how to mend it: layouts that do not suit streaming."""
+        """What may be wrong with the data: labels that do not count from 0, layouts that do not suit streaming."""
+        lowest = self.shards.lowest_label
+        told = [f"data: the lowest class label is {lowest}, so that no row is of class 0"] if lowest else []
+        return told + self._layouts()
+
+    def _layouts(self) -> list[str]:
+        """What slows this rank's reading down and how to mend it."""
         if self.residence != "stream" or (self._scratch_folder and helps(self.shards)):
             return []
         found = {text.split(";")[0]: text for file in self.shards.files if (text := advice(file["inputs"]))}

@@ -84,8 +84,8 @@ def _wider(a: Range, b: Range) -> Range:
     return min(a[0], b[0]), max(a[1], b[1])
 
 
-def judge(shards: Table, parts: Iterable[Found], layers: Sequence[int]) -> tuple[dict[str, str], int]:
-    """Path → what is wrong with its values, out of the findings of all ranks; and the largest class label."""
+def judge(shards: Table, parts: Iterable[Found], layers: Sequence[int]) -> tuple[dict[str, str], Range]:
+    """Path → what is wrong with its values, out of the findings of all ranks; and the range of the class labels."""
     problems: dict[str, str] = {}
     ranges: dict[tuple[str, str], Range] = {}
     for part in parts:
@@ -94,7 +94,7 @@ def judge(shards: Table, parts: Iterable[Found], layers: Sequence[int]) -> tuple
                 problems.setdefault(key[0], found)
             else:
                 ranges[key] = _wider(ranges.get(key, (None, None)), found)
-    largest = 0
+    labels: Range = (None, None)
     layouts = {(path, role): file[role] for path, file in zip(shards.paths, shards.files, strict=True) for role in file}
     for (path, role), (low, high) in ranges.items():
         layout = layouts[path, role]
@@ -102,12 +102,12 @@ def judge(shards: Table, parts: Iterable[Found], layers: Sequence[int]) -> tuple
             text = _outside(layout, low, high, math.inf, "sample weights must not be below 0")
         elif shards.labels:
             text = _labels(layout, low, high, layers)
-            largest = max(largest, high if high is not None and not text else 0)
+            labels = _wider(labels, (None, None) if text else (low, high))
         else:
             text = _outside(layout, low, high, 1.0, "targets of binary_cross_entropy must be between 0 and 1")
         if text:
             problems.setdefault(path, text)
-    return problems, largest
+    return problems, labels
 
 
 def _labels(layout: Layout, low: Any, high: Any, layers: Sequence[int]) -> str:
@@ -122,6 +122,8 @@ def _labels(layout: Layout, low: Any, high: Any, layers: Sequence[int]) -> str:
     if low >= 0 and high < classes:
         return ""
     expected = f"0 to {classes - 1} for the {classes} outputs of the network" if layers else "0 to C - 1"
+    if not layers and high >= LARGEST_CLASSES:
+        expected += f", of {LARGEST_CLASSES:,} classes at most"
     hint = "; labels that begin with 1 must be shifted" if low == 1 and high == classes else ""
     return f"{found}; expected {expected}{hint}"
 

@@ -6,7 +6,7 @@ import threading
 import h5py
 import numpy as np
 import pytest
-from data.samples import alone, at, open_shards, write_ids, write_shard
+from data.samples import SOFTMAX, alone, at, open_shards, write_ids, write_shard
 from data.test_reader import damage_chunk
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -264,6 +264,16 @@ def test_layouts_that_do_not_suit_streaming_are_told(tmp_path):
     assert told[0].startswith("data: chunks of 1 row are slow to read; repack it: distmlp data convert")
     assert told[1].startswith("data: chunks of 2000 rows")
     assert Feed(shards, order, alone(), "host").advice() == []
+
+
+@pytest.mark.parametrize(
+    ("first", "told"), [(0, []), (1, ["data: the lowest class label is 1, so that no row is of class 0"])]
+)
+def test_labels_that_do_not_count_from_0_are_told(tmp_path, first, told):
+    write_shard(tmp_path / "a.h5", np.ones((9, 2), "f4"), np.arange(9) % 3 + first)
+    shards = open_shards(tmp_path, SOFTMAX)
+    assert shards.outputs == 3 + first
+    assert Feed(shards, Order(9, 1, 3, 0, True), alone(), "host").advice() == told
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
