@@ -47,7 +47,6 @@ LAYOUTS = (  # name, rows, columns, options of h5py
 )
 WIDE, NARROW = 0, 1  # of them
 NETWORKS = (  # layout, layers
-    (WIDE, [784, 2048, 2048, 2048, 1]),
     (WIDE, [784, 4096, 4096, 1]),
     (WIDE, [784, 4096, 4096, 4096, 1]),
     (NARROW, [64, 512, 512, 512, 1]),
@@ -311,7 +310,7 @@ def main() -> None:
     options = made.parse_args()
     if options.larger:
         sys.stdin.readline()
-        print(json.dumps(larger(options.larger, NETWORKS[1][1], options.readers)))
+        print(json.dumps(larger(options.larger, NETWORKS[0][1], options.readers)))
         return
     with nullcontext(options.folder) if options.folder else tempfile.TemporaryDirectory() as folder:
         files = make_files(Path(folder), options.scale)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from distmlp import order as order_module
 from distmlp.data import feed as feed_module
 from distmlp.data import reader, streaming
+from distmlp.data.batches import Singles, WindowBatches, runs
 from distmlp.data.feed import Feed
 from distmlp.data.lanes import Lanes
 from distmlp.data.rows import ROLES
-from distmlp.data.streaming import Singles, WindowBatches, runs
 from distmlp.errors import ConfigError, DataError, SystemUnfitError
 from distmlp.order import Order, owned_streams
 
