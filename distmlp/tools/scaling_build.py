@@ -253,7 +253,8 @@ def _warnings(runs: Sequence[FinishedRun], table: Sequence[dict[str, Any]]) -> l
     for point in table:
         spread = (point["us_per_step_max"] - point["us_per_step_min"]) / point["us_per_step_median"]
         if spread > SPREAD_WARNED:
-            found.append(f"{point['mode']}, {point['ranks']} ranks: the blocks spread by {spread:.0%} of their median")
+            ranks = f"{point['ranks']} rank{'s' * (point['ranks'] > 1)}"
+            found.append(f"{point['mode']}, {ranks}: the blocks spread by {spread:.0%} of their median")
     return list(dict.fromkeys(found))
 
 
