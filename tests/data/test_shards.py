@@ -70,7 +70,7 @@ def test_one_hot_targets_and_weights(tmp_path):
 @pytest.mark.parametrize(
     ("loss", "value", "said"),
     [
-        ("binary_cross_entropy", 1.5, "must be between 0 and 1"), ("binary_cross_entropy", -0.5, "values from -0.5 to 1"),
+        ("binary_cross_entropy", 1.5, "must be between 0 and 1"), ("binary_cross_entropy", -0.5, "from -0.5 to 1"),
         (SOFTMAX, -0.5, "targets of softmax_cross_entropy must not be below 0"), (SOFTMAX, 7, ""),  # of several draws
     ],
 )  # fmt: skip
