@@ -230,7 +230,7 @@ def _device(runs: Sequence[FinishedRun]) -> str:
     if names:
         return " + ".join(names)
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):
                 return f"CPU {line.partition(':')[2].strip()}"
     return f"CPU {platform.machine()}"
