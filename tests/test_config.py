@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from distmlp.config import Interval, RunConfig, sections
+from distmlp.config import RunConfig, sections
 from distmlp.errors import ConfigError
+from distmlp.interval import Interval
 
 
 def refusal(*args, **changes):
