@@ -1,4 +1,4 @@
-"""What is subtracted from and divides inputs and targets: measured by `data`, applied by engines, kept in checkpoints."""
+"""Mean and deviation of inputs and targets: measured by data/, applied by engine/, kept in checkpoints."""
 
 from __future__ import annotations
 
