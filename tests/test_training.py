@@ -190,7 +190,7 @@ def test_what_a_loaded_network_takes(runs):
     assert model.predict(np.zeros((0, width))).shape == (0, outputs)
     assert model.predict(np.zeros(width)).shape == (1, outputs)
     for inputs in (np.zeros((2, width + 1)), np.zeros(width + 1), [["a"] * width], [[None] * width], [[1j] * width]):
-        with pytest.raises(DataError, match="inputs of (shape|type)"):
+        with pytest.raises(DataError, match=r"inputs of (shape|type)"):
             model.predict(inputs)
 
 
