@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import threading
@@ -37,9 +38,20 @@ class OpenFiles:
             if file is not None:
                 self._files.move_to_end(path)
                 return file
-        file = OpenFile(path)  # not under the lock: a file system may take its time
+        file = self._open(path)  # not under the lock: a file system may take its time
         with self._lock:
             file = self._files.setdefault(path, file)
             if len(self._files) > self._most:
                 self._files.popitem(last=False)
         return file
+
+    def _open(self, path: str) -> OpenFile:
+        while True:
+            try:
+                return OpenFile(path)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._files:
+                    raise
+            with self._lock:  # a low limit: make do with fewer
+                if self._files:
+                    self._files.popitem(last=False)

@@ -6,6 +6,7 @@ to decode chunks whose filters only that library knows.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import threading
@@ -47,7 +48,8 @@ class RowReader:
                 self._read_verified(layout, start, stop, out)
         except OSError as error:
             reason = error.strerror or str(error)
-            raise DataError(f"{layout.where(start, stop)}: cannot be read: {reason.lower()}") from None
+            hint = "; raise the limit: ulimit -n 4096" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+            raise DataError(f"{layout.where(start, stop)}: cannot be read: {reason.lower()}{hint}") from None
         except MemoryError:
             raise DataError(f"{layout.where(start, stop)}: not enough memory to read them") from None
 
