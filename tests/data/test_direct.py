@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmlp.data.direct import DirectRows
-from distmlp.data.layout import Layout
+from distmlp.data.layout import CHUNK_ENTRY, Layout
 from distmlp.data.openfiles import OpenFiles
 
 WIDTH = 3
@@ -47,6 +47,21 @@ def test_every_row_is_found_in_its_file(sizes, data):
     windows = table(sizes, offsets).find(np.stack((firsts, counts), axis=2))
     for reads, window in zip(windows, np.stack((firsts, counts), axis=2), strict=True):
         assert found(reads) == [where[row] for first, count in window for row in range(first, first + count)]
+
+
+def test_chunks_of_whole_rows_are_direct():
+    chunks = np.array([(1000, 48, 0), (1048, 48, 0), (5000, 48, 0)], CHUNK_ENTRY)
+    facts = {"chunk": (4, WIDTH), "chunks": chunks}
+    both = [
+        Layout("0.h5", "inputs", (10, WIDTH), F4, "chunked", 1 << 40, **facts),
+        Layout("1.h5", "inputs", (5, WIDTH), F4, "contiguous", 1 << 40, offset=70),
+    ]
+    rows = DirectRows(both, np.array([0, 10, 15]), F4)
+    (reads,) = rows.find(np.array([[(1, 11), (6, 1)]]))
+    assert (reads.paths, reads.place.tolist()) == (["0.h5", "1.h5"], [0, 0, 1, 0])
+    assert reads.spans.tolist() == [[1012, 84], [5000, 24], [70, 24], [1072, 12]]
+    chunks["offset"][1] = -1  # never written
+    assert DirectRows(both, np.array([0, 10, 15]), F4).find(np.array([[(1, 2)]])) is None
 
 
 def test_neighbours_in_a_window_are_one_read():
