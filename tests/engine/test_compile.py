@@ -45,6 +45,7 @@ FAMILIES = {
     "bf16 narrow": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
     "bf16 chain": ((256,) * 6, 4096, "bf16", {}, "adam"),
     "bf16 bulk": ((512,) * 6, 16384, "bf16", {}, "adam"),
+    "tf32 bulk": ((512,) * 6, 16384, "tf32", {}, "adam"),
     "bf16 sweep": ((32, 128, 128, 128, 128, 16), 65536, "bf16", {}, "adam"),
     "bf16 narrow, several ranks": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
     "tf32 several ranks": ((100, 500, 10), 32, "tf32", {}, "momentum"),
@@ -89,9 +90,11 @@ def test_every_family_compiles(capability: int, tmp_path: Path, monkeypatch: pyt
     assert not list((tmp_path / "distmlp" / "kernels").glob("*.tmp"))
 
 
-@pytest.mark.parametrize("kernel", ["resident", "narrow", "chain", "bulk", "sweep"])
-def test_families_are_those_of_their_kernels(kernel: str) -> None:
-    assert specialisations(f"bf16 {kernel}", 90)[-1][0] == f"{kernel}.cu"
+@pytest.mark.parametrize(
+    "family", ["bf16 resident", "bf16 narrow", "bf16 chain", "bf16 bulk", "tf32 bulk", "bf16 sweep"]
+)
+def test_families_are_those_of_their_kernels(family: str) -> None:
+    assert specialisations(family, 90)[-1][0] == f"{family.split()[1]}.cu"
 
 
 def compile_probe(monkeypatch: pytest.MonkeyPatch, header: str, claims: list[str], macros: dict[str, str]) -> None:
@@ -130,16 +133,17 @@ def test_resident_plan_and_kernel_agree(
     compile_probe(monkeypatch, "resident_shape.cuh", claims, macros)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
 @pytest.mark.parametrize(("widths", "rows"), [([512] * 6, 16384), ([300, 65, 130], 5000), ([1, 1], 1)], ids=str)
 def test_bulk_plan_and_kernel_agree(
-    widths: list[int], rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    widths: list[int], rows: int, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from distmlp.engine import plan_bulk as bulk
     from distmlp.engine.fused_state import specialisations as of_plan
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    config = make_config(widths, {}, optimizer={"name": "adam"}, run={"precision": "bf16"})
-    task = Task(make_network(config), rows, "bf16", config.model.loss, False, False, slot_names("adam"), False, 1)
+    config = make_config(widths, {}, optimizer={"name": "adam"}, run={"precision": precision})
+    task = Task(make_network(config), rows, precision, config.model.loss, False, False, slot_names("adam"), False, 1)
     plan = make_plan(task, DEVICES[90], "bulk")
     assert isinstance(plan.special, bulk.BulkPlan)
     source, macros = of_plan(config, plan)[-1]
@@ -148,7 +152,7 @@ def test_bulk_plan_and_kernel_agree(
         f"SHARED_BYTES == {plan.special.shared_bytes}", f"BULK_THREADS == {plan.special.threads}",
         f"STAGE_BYTES == {bulk.stage_bytes(max(plan.special.n, plan.special.gradient_n))}",
         f"MAX_BULK_LAYERS == {bulk.MAX_LAYERS}", f"TILE_M == {bulk.TILE_M}",
-        f"sizeof(near_matrices) + sizeof(Hyper) + 16 <= {bulk.STATIC_BYTES}",
+        f"sizeof(near_matrices) + sizeof(Hyper) + 16 <= {bulk.STATIC_BYTES[precision]}",
     ]  # fmt: skip
     compile_probe(monkeypatch, "bulk_store.cuh", claims, macros)
 
@@ -164,7 +168,9 @@ def test_turing_takes_the_plain_path() -> None:
     ("family", "bytes_spilled"),
     [
         *((family, 1024) for family in ("bf16 direct, large tiles", "bf16 resident", "bf16 narrow", "bf16 chain")),
-        ("bf16 bulk", 2048),  # outside the loops of products, and where a fault is dealt with
+        # Outside the loops of products, and where a fault is dealt with.
+        ("bf16 bulk", 2048),
+        ("tf32 bulk", 2048),
     ],
 )
 def test_registers_and_spills(family: str, bytes_spilled: int, tmp_path: Path) -> None:

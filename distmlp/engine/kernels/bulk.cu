@@ -59,7 +59,7 @@ __device__ __forceinline__ void for_each_tile(int row_pairs, int rank, const F& 
 
 // Fills the stages of this block's tiles; one thread.
 __device__ __forceinline__ void copy_chain(Ring& ring, const Memory& memory, int s, int row_pairs) {
-    const Blocked inputs = inputs_of(memory.places, s & 1);
+    const Matrix inputs = inputs_of(memory.places, s & 1);
     for_each_tile(row_pairs, ring.rank, [&](const Phase& phase, int row_block, int n) {
         const int l = phase.layer();
         const Matrices& m = near_matrices[l];
@@ -74,38 +74,38 @@ __device__ __forceinline__ void copy_chain(Ring& ring, const Memory& memory, int
         if (phase.forward())
             fill<BULK_N, true, false>(
                 ring, rows_of(l ? near_matrices[l - 1].output : inputs, row_block * TILE_M),
-                blocks_of(m.weight, 0, n * COLUMN_BLOCKS), (LAYER(l).fan_in + 63) / 64);
+                columns_of(m.weight, 0, n * BULK_N), blocks_over(LAYER(l).fan_in));
         else
             fill<BULK_N, true, true>(
-                ring, rows_of(m.error, row_block * TILE_M), rows_of(m.weight, n * BULK_N), (LAYER(l).fan_out + 63) / 64);
+                ring, rows_of(m.error, row_block * TILE_M), rows_of(m.weight, n * BULK_N), blocks_over(LAYER(l).fan_out));
     });
 }
 
 template <bool WHOLE>
 __device__ __forceinline__ void output_tile(
-    float (&c)[WIDEST / 2], Ring& ring, Staging& staging, const StepView& step, int m0, int n0, Announcement& before) {
+    float (&c)[WIDEST / 2], Ring& ring, Writer& writer, const StepView& step, int m0, int n0, Announcement& before) {
     const Layer& layer = LAYER(ENGINE.layers - 1);
     Outside<WHOLE> outside(step, layer, m0, n0);
     start_with_biases(c, layer, n0);
-    multiply<BULK_N, true, false>(c, ring, (layer.fan_in + 63) / 64, before);
-    output_errors<WHOLE>(c, outside, staging, step, m0, n0);
+    multiply<BULK_N, true, false>(c, ring, blocks_over(layer.fan_in), before);
+    output_errors<WHOLE>(c, outside, writer, step, m0, n0);
 }
 
 __device__ __forceinline__ void compute_chain(
     float (&c)[WIDEST / 2], Ring& ring, const Memory& memory, const StepView& step, int row_pairs) {
-    Staging staging(ring.base);
+    Writer writer(ring.base);
     Announcement before = {memory.stored, false};
     for_each_tile(row_pairs, ring.rank, [&](const Phase& phase, int row_block, int n) {
         const int l = phase.layer(), m0 = row_block * TILE_M, n0 = n * BULK_N;
         if (phase.forward() && l + 1 < ENGINE.layers) {
             start_with_biases(c, LAYER(l), n0);
-            multiply<BULK_N, true, false>(c, ring, (LAYER(l).fan_in + 63) / 64, before);
-            hidden_outputs(c, staging, step, l, m0, n0);
+            multiply<BULK_N, true, false>(c, ring, blocks_over(LAYER(l).fan_in), before);
+            hidden_outputs(c, writer, step, l, m0, n0);
         } else if (phase.forward()) {
             const int outputs = LAYER(l).fan_out;
             if (LOSS != SOFTMAX_CROSS_ENTROPY && m0 + TILE_M <= step.info.rows && n0 + BULK_N <= outputs && outputs % 2 == 0)
-                output_tile<true>(c, ring, staging, step, m0, n0, before);
-            else output_tile<false>(c, ring, staging, step, m0, n0, before);
+                output_tile<true>(c, ring, writer, step, m0, n0, before);
+            else output_tile<false>(c, ring, writer, step, m0, n0, before);
         } else {
             u32 signs[SIGN_WORDS];
             clear<BULK_N>(c);
@@ -113,8 +113,8 @@ __device__ __forceinline__ void compute_chain(
             if (TELLS_BY_SIGN)
 #pragma unroll
                 for (int i = 0; i < SIGN_WORDS; ++i) signs[i] = __ldcg(signs_of_tile(l - 1, m0, n0) + i * CONSUMERS);
-            multiply<BULK_N, true, true>(c, ring, (LAYER(l).fan_out + 63) / 64, before);
-            hidden_errors(c, signs, staging, step, l, m0, n0);
+            multiply<BULK_N, true, true>(c, ring, blocks_over(LAYER(l).fan_out), before);
+            hidden_errors(c, signs, writer, step, l, m0, n0);
         }
         before.add();
     });
@@ -136,10 +136,10 @@ __device__ __forceinline__ void announce_chain(const Memory& memory, int s, int 
 __device__ __forceinline__ void copy_gradients(Ring& ring, const Memory& memory, int s, int rows) {
     for (int number = blockIdx.x / 2; number < gradient_tasks(); number += gridDim.x / 2) {
         const GradientTask task(number, ring.rank, rows);
-        const Blocked below = task.l ? near_matrices[task.l - 1].output : inputs_of(memory.places, s & 1);
+        const Matrix below = task.l ? near_matrices[task.l - 1].output : inputs_of(memory.places, s & 1);
         fill<BULK_GRADIENT_N, false, false>(
-            ring, blocks_of(below, task.first * 64, task.m0 / 64),
-            blocks_of(near_matrices[task.l].error, task.first * 64, task.n0 / 64), task.steps);
+            ring, columns_of(below, task.first * COLUMNS, task.m0),
+            columns_of(near_matrices[task.l].error, task.first * COLUMNS, task.n0), task.steps);
     }
 }
 
@@ -297,9 +297,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(BULK_THRE
     GridBarrier barrier(&control.barrier);
     Memory memory;
     memory.places = {rows_memory, nullptr, nullptr, weights_memory, sums, signs, BULK_ROWS};
-    memory.places.outputs = rows_memory + 2 * padded_bytes(BULK_ROWS, LAYER(0).fan_in);
+    memory.places.outputs = rows_memory + 2 * matrix_bytes(BULK_ROWS, LAYER(0).fan_in);
     i64 outputs_bytes = 0;
-    for (int l = 0; l < ENGINE.layers; ++l) outputs_bytes += padded_bytes(BULK_ROWS, LAYER(l).fan_out);
+    for (int l = 0; l < ENGINE.layers; ++l) outputs_bytes += matrix_bytes(BULK_ROWS, LAYER(l).fan_out);
     memory.places.errors = memory.places.outputs + outputs_bytes;
     memory.losses = losses;
     memory.row_weights = row_weights;

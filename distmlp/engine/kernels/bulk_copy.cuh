@@ -2,19 +2,36 @@
 #pragma once
 #include "mma.cuh"
 
-// A matrix in blocks of 64 columns, one behind the other; a row of a block is 128 bytes, and the eight 16-byte chunks
+constexpr int COLUMNS = 128 / (int)sizeof(Element), CHUNK = 16 / (int)sizeof(Element);
+__device__ __forceinline__ int blocks_over(int columns) { return (columns + COLUMNS - 1) / COLUMNS; }
+
+// A matrix in blocks of COLUMNS columns, one behind the other; a row of a block is 128 bytes, and the eight 16-byte chunks
 // of a row change places with the row's number as `wgmma` reads them (PTX ISA, 128-byte swizzle). A tile of a stage
 // is then one contiguous piece of memory a block. `rows` are padded to whole tiles.
 struct Blocked {
     u8* base;
     i64 block_bytes;  // rows * 128
-    int blocks;       // of 64 columns
+    int blocks;       // of COLUMNS columns
 
     __device__ __forceinline__ u8* at(int row, int block) const { return base + block * block_bytes + (i64)row * 128; }
     // Place of elements (row, column) on, to the end of their 16-byte chunk.
     __device__ __forceinline__ u8* place(int row, int column) const {
-        return at(row, column >> 6) + ((column >> 3 ^ row) & 7) * 16 + (column & 7) * 2;
+        const u32 c = column;
+        return at(row, c / COLUMNS) + ((c / CHUNK ^ row) & 7) * 16 + c % CHUNK * sizeof(Element);
     }
+};
+
+// A matrix that products meet along its rows and along its columns. In bfloat16 the same copy serves both; tf32 products
+// read only along the rows, so there is a transpose beside it.
+struct Matrix : Blocked {
+#if PRODUCT == TF32
+#define TRANSPOSES true
+    Blocked transpose;
+    __device__ __forceinline__ const Blocked& transposed() const { return transpose; }
+#else
+#define TRANSPOSES false
+    __device__ __forceinline__ const Blocked& transposed() const { return *this; }
+#endif
 };
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }

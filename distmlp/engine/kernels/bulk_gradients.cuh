@@ -16,7 +16,7 @@ __device__ __forceinline__ int gradient_tasks() {
 // A share of the batch for a tile of a layer's weight gradient.
 struct GradientTask {
     int l, m0, n0, tile, split;  // `tile` counts through all layers
-    int first, steps;            // of 64 rows
+    int first, steps;            // of COLUMNS rows
 
     __device__ __forceinline__ GradientTask(int number, int rank, int rows) {
         int own = number;
@@ -27,7 +27,7 @@ struct GradientTask {
         const int across = (LAYER(l).fan_out + BULK_GRADIENT_N - 1) / BULK_GRADIENT_N;
         m0 = (own / across * 2 + rank) * TILE_M;
         n0 = own % across * BULK_GRADIENT_N;
-        const int all = (rows + 63) / 64;
+        const int all = blocks_over(rows);
         first = (int)((i64)all * split / BULK_SPLITS);
         steps = (int)((i64)all * (split + 1) / BULK_SPLITS) - first;
     }
@@ -44,7 +44,7 @@ struct Quad {
         if (direct && exists && layer.fan_out % 4 == 0) parameters.load(weight_place(layer, r, c));
     }
     __device__ __forceinline__ void finish(
-        const Layer& layer, const Blocked& copy, const Hyper& h, bool direct, const float4& sum) {
+        const Layer& layer, const Matrix& copy, const Hyper& h, bool direct, const float4& sum) {
         if (!exists) return;
         const i64 at = weight_place(layer, r, c);
         if (!direct) {
@@ -52,11 +52,11 @@ struct Quad {
         } else if (layer.fan_out % 4 == 0) {
             parameters.update(h, sum);
             parameters.store(h, at);
-            store_quad((Element*)copy.place(r, c), parameters.value);
+            copy_weights(copy, r, c, parameters.value);
         } else {
 #pragma unroll 1
             for (int k = 0; k < 4 && c + k < layer.fan_out; ++k)
-                *(Element*)copy.place(r, c + k) = to_element(update_parameter(h, at + k, part(sum, k)));
+                copy_weight(copy, r, c + k, update_parameter(h, at + k, part(sum, k)));
         }
     }
 };
@@ -70,7 +70,7 @@ __device__ __forceinline__ void finish_share(
     const Hyper h = shared;  // in registers
     constexpr int PAIRS = BULK_GRADIENT_N / 4, STRIPES = BULK_GRADIENT_N / 16, SHARE = PAIRS * CONSUMERS;
     const Layer& layer = LAYER(task.l);
-    const Blocked& copy = near_matrices[task.l].weight;
+    const Matrix& copy = near_matrices[task.l].weight;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     float2* tile = partials + (i64)(BULK_SPLITS > 1 ? task.tile * BULK_SPLITS : blockIdx.x) * SHARE;
 #pragma unroll
@@ -126,7 +126,7 @@ __device__ __forceinline__ void bias_gradients(int part, int parts_of_rows, bool
     for (int l = 0, before = 0; l < ENGINE.layers; ++l) {
         const Layer& layer = LAYER(l);
         const int tasks = (layer.fan_out + 31) / 32, blocks = gridDim.x;
-        const i64 ld = near_matrices[l].error.blocks * 64;
+        const i64 ld = near_matrices[l].error.blocks * COLUMNS;
         for (int task = (blockIdx.x + blocks - before % blocks) % blocks; task < tasks; task += blocks) {
             const int c = task * 32 + lane;
             float sum = 0.f;

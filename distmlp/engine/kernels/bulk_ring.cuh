@@ -15,7 +15,7 @@
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int WIDEST = larger(BULK_N, BULK_GRADIENT_N);
 constexpr int STAGE_BYTES = (TILE_M + WIDEST) * 128;
-constexpr int STAGING_BYTES = 2048;  // 16 rows of a block: what a warp has of it
+constexpr int STAGING_BYTES = PRODUCT == TF32 ? 64 : 2048;  // what a warp has of it; in bfloat16 16 rows of a block
 constexpr int STAGING_AT = STAGES * STAGE_BYTES, BARRIERS_AT = STAGING_AT + CONSUMER_WARPS * 2 * STAGING_BYTES;
 constexpr int SHARED_BYTES = BARRIERS_AT + 2 * STAGES * 8;
 
@@ -57,14 +57,17 @@ struct Source {
 __device__ __forceinline__ Source rows_of(const Blocked& m, int row) {  // rows from `row` on, blocks in turn
     return {m.at(row, 0), m.block_bytes, 0, 0};
 }
-__device__ __forceinline__ Source blocks_of(const Blocked& m, int row, int block) {  // rows from `row` on in turn
+__device__ __forceinline__ Source columns_of(const Matrix& m, int row, int column) {  // rows from `row` on in turn
+    const int block = column / COLUMNS;
+    if (TRANSPOSES) return {m.transposed().at(column, row / COLUMNS), m.transposed().block_bytes, 0, 0};
     return {m.at(row, block), PIECE, m.block_bytes, m.blocks - 1 - block};
 }
 
-// All stages of a tile; of B this block fetches its half for both. ROWS: an operand's tile is one piece, else one piece
-// for every 64 columns.
-template <int N, bool A_ROWS, bool B_ROWS>
+// All stages of a tile; of B this block fetches its half for both. ROWS: of an operand's matrix, or columns? The tile of
+// rows, or of a transpose, is one piece, else it is one piece for every 64 columns.
+template <int N, bool A_OF_ROWS, bool B_OF_ROWS>
 __device__ __forceinline__ void fill(Ring& ring, Source a, Source b, int steps) {
+    constexpr bool A_ROWS = A_OF_ROWS || TRANSPOSES, B_ROWS = B_OF_ROWS || TRANSPOSES;
     constexpr int HALF = N * 64;  // bytes
     const int first = ring.rank * (N / 128);  // piece of this half; with 64 columns there are two of half a piece
     b.base += B_ROWS ? ring.rank * HALF : N == 64 ? ring.rank * HALF : 0;
@@ -117,8 +120,9 @@ __device__ __forceinline__ void await_tile(const Ring& ring, Announcement& befor
 }
 
 // c += A B over `steps` >= 1 stages, in the layout of wgmma: warp w has rows 16 w to 16 w + 15 of the tile.
-template <int N, bool A_ROWS, bool B_ROWS>
+template <int N, bool A_OF_ROWS, bool B_OF_ROWS>
 __device__ __forceinline__ void multiply(float (&c)[WIDEST / 2], Ring& ring, int steps, Announcement& before) {
+    constexpr bool A_ROWS = A_OF_ROWS || TRANSPOSES, B_ROWS = B_OF_ROWS || TRANSPOSES;
     const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), lane = threadIdx.x & 31;
     const u32 empty = address_at(ring.empty(0), lane & 1);  // lanes 0 and 1 tell both blocks
     await_tile(ring, before);
@@ -130,7 +134,8 @@ __device__ __forceinline__ void multiply(float (&c)[WIDEST / 2], Ring& ring, int
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            narrow::Wgmma<N / 8>::template ss<!A_ROWS, !B_ROWS>(c, a + k * (A_ROWS ? 2 : 128), b + k * (B_ROWS ? 2 : 128));
+            if constexpr (PRODUCT == TF32) narrow::Wgmma<N / 8>::ss_tf32(c, a + k * 2, b + k * 2);
+            else narrow::Wgmma<N / 8>::template ss<!A_ROWS, !B_ROWS>(c, a + k * (A_ROWS ? 2 : 128), b + k * (B_ROWS ? 2 : 128));
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         tell_stores(before.counter, before.due && lane == 0 && step == 0);
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");

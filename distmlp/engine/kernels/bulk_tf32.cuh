@@ -1,0 +1,130 @@
+// How results leave the registers of `wgmma`, in tf32: in two copies, straight from the registers. The eight lanes of a column
+// and the four of a row both fill whole sectors.
+#pragma once
+
+struct Pair {  // two neighbours of a row, as bits
+    u32 low, high;
+};
+__device__ __forceinline__ Pair operator&(Pair pair, u32 mask) { return {pair.low & mask, pair.high & mask}; }
+__device__ __forceinline__ Pair pack_pair(float low, float high) {
+    return {__float_as_uint(to_element(low)), __float_as_uint(to_element(high))};
+}
+__device__ __forceinline__ float low_of(Pair pair) { return __uint_as_float(pair.low); }
+__device__ __forceinline__ float high_of(Pair pair) { return __uint_as_float(pair.high); }
+
+// Two outputs of ReLU; NaN goes through.
+__device__ __forceinline__ Pair pack_relu(float low, float high) {
+    asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(low));
+    asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(high));
+    return pack_pair(low, high);
+}
+
+// A warp's way out to memory: 16 rows of a column block.
+struct Writer {
+    u32 own, across;  // places of this lane's first pair, and of its first element in the transpose
+
+    __device__ __forceinline__ explicit Writer(u32) {
+        const int lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
+        own = row * 128 + ((column / CHUNK ^ row) & 7) * 16 + column % CHUNK * 4;
+        const int below = (threadIdx.x >> 5 & 1) * 16 + row;  // among the 32 rows that are a block of the transpose
+        across = column * 128 + ((below / CHUNK ^ column) & 7) * 16 + below % CHUNK * 4;
+    }
+    // packed[2 * j], packed[2 * j + 1]: group j of the two rows. From row `row0` and block `block` on.
+    __device__ __forceinline__ void put(const Pair (&packed)[PAIRS_OF_BLOCK], const Blocked& to, int row0, int block) const {
+        u8* at = to.at(row0, block);
+#pragma unroll
+        for (int i = 0; i < PAIRS_OF_BLOCK; ++i)
+            __stcg((uint2*)(at + (own ^ i / 2 * 32) + i % 2 * 1024), make_uint2(packed[i].low, packed[i].high));
+    }
+    __device__ __forceinline__ void put_both(const Pair (&packed)[PAIRS_OF_BLOCK], const Matrix& to, int row0, int block) const {
+        put(packed, to, row0, block);
+        u8* at = to.transpose.at(block * COLUMNS, row0 / COLUMNS);
+#pragma unroll
+        for (int i = 0; i < PAIRS_OF_BLOCK; ++i) {
+            __stcg((u32*)(at + (across ^ i % 2 * 32) + i / 2 * 1024), packed[i].low);
+            __stcg((u32*)(at + (across ^ (i % 2 * 32 + 16)) + i / 2 * 1024 + 128), packed[i].high);
+        }
+    }
+};
+
+// The largest magnitude, NaN above all.
+struct Largest {
+    u32 bits = 0;
+
+    __device__ __forceinline__ void see(Pair packed) {
+        bits = max(bits, max(packed.low & 0x7fffffffu, packed.high & 0x7fffffffu));
+    }
+    __device__ __forceinline__ void tell(u32* where) const { warp_largest(where, bits); }
+};
+
+// Bits that say which outputs of a block are positive: those of pair i are i and 16 + i.
+__device__ __forceinline__ u32 add_signs(u32 signs, Pair packed, int i) {
+    return signs | ((int)packed.low > 0 ? 1u << i : 0u) | ((int)packed.high > 0 ? 0x10000u << i : 0u);
+}
+// What of pair i belongs to positive outputs.
+__device__ __forceinline__ Pair keep_positive(Pair packed, u32 signs, int i) {
+    return {signs & 1u << i ? packed.low : 0u, signs & 0x10000u << i ? packed.high : 0u};
+}
+
+// Sums over the 16 rows of a warp of eight columns of each lane, a lane gets one of them: lanes of a column exchange halves of
+// what they have.
+__device__ __forceinline__ float sum_rows(const Pair (&packed)[PAIRS_OF_BLOCK]) {
+    const int lane = threadIdx.x & 31;
+    float sums[PAIRS_OF_BLOCK];
+#pragma unroll
+    for (int j = 0; j < PAIRS_OF_BLOCK / 2; ++j) {
+        sums[2 * j] = low_of(packed[2 * j]) + low_of(packed[2 * j + 1]);
+        sums[2 * j + 1] = high_of(packed[2 * j]) + high_of(packed[2 * j + 1]);
+    }
+#pragma unroll
+    for (int half = PAIRS_OF_BLOCK / 2; half; half /= 2) {
+        const bool upper = lane & half * 4;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const float other = __shfl_xor_sync(~0u, upper ? sums[i] : sums[i + half], half * 4);
+            sums[i] = (upper ? sums[i + half] : sums[i]) + other;
+        }
+    }
+    return sums[0];
+}
+
+// A block of errors, and the sums of its columns over the warp's rows.
+__device__ __forceinline__ void put_errors(
+    const Writer& writer, const Pair (&packed)[PAIRS_OF_BLOCK], const Matrix& to, int row0, int block, float* sums) {
+    writer.put_both(packed, to, row0, block);
+    const int lane = threadIdx.x & 31, own = lane >> 2;
+    sums[own / 2 * 8 + (lane & 3) * 2 + own % 2] = sum_rows(packed);
+}
+
+// Slopes of a block of hidden outputs, where they are not told by signs: from the outputs, or from where the errors
+// will lie. Loaded a block ahead.
+struct StoredSlopes {
+    const Blocked& known;
+    int row0, block0;
+    uint2 next[PAIRS_OF_BLOCK], now[PAIRS_OF_BLOCK];
+
+    __device__ __forceinline__ void load(const Writer& writer, int block) {
+        const u8* at = known.at(row0, min(block0 + block, known.blocks - 1));
+#pragma unroll
+        for (int i = 0; i < PAIRS_OF_BLOCK; ++i) next[i] = __ldcg((const uint2*)(at + (writer.own ^ i / 2 * 32) + i % 2 * 1024));
+    }
+    __device__ __forceinline__ void take(const Writer&) {
+#pragma unroll
+        for (int i = 0; i < PAIRS_OF_BLOCK; ++i) now[i] = next[i];
+    }
+    // Of pairs 4 * four to 4 * four + 3 of the block taken last.
+    __device__ __forceinline__ void get(const Writer&, int four, Pair (&slopes)[4]) const {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) slopes[k] = {now[four * 4 + k].x, now[four * 4 + k].y};
+    }
+};
+
+// The copies of weight (r, c), or of it and its three neighbours.
+__device__ __forceinline__ void copy_weight(const Matrix& to, int r, int c, float value) {
+    *(Element*)to.place(r, c) = *(Element*)to.transpose.place(c, r) = to_element(value);
+}
+__device__ __forceinline__ void copy_weights(const Matrix& to, int r, int c, const float4& values) {
+    store_quad((Element*)to.place(r, c), values);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) *(Element*)to.transpose.place(c + k, r) = to_element(part(values, k));
+}
