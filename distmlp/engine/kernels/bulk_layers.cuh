@@ -108,7 +108,7 @@ __device__ __forceinline__ void hidden_errors(
                         z[0] * (stores_slope(kind) ? kx : slope_of_output(kind, kx)),
                         z[1] * (stores_slope(kind) ? ky : slope_of_output(kind, ky)));
                 }
-                packed[i] = packed[i] & masks[i % 2];
+                if (HIDDEN_ACTIVATION != RELU) packed[i] = packed[i] & masks[i % 2];  // else no output was positive
                 largest.see(packed[i]);
             }
         }

@@ -1,6 +1,9 @@
 // How results leave the registers of `wgmma`, in tf32: in two copies, straight from the registers. The eight lanes of a column
 // and the four of a row both fill whole sectors.
 #pragma once
+#ifndef TRANSPOSE_STORE
+#define TRANSPOSE_STORE __stcg
+#endif
 
 struct Pair {  // two neighbours of a row, as bits
     u32 low, high;
@@ -12,11 +15,15 @@ __device__ __forceinline__ Pair pack_pair(float low, float high) {
 __device__ __forceinline__ float low_of(Pair pair) { return __uint_as_float(pair.low); }
 __device__ __forceinline__ float high_of(Pair pair) { return __uint_as_float(pair.high); }
 
-// Two outputs of ReLU; NaN goes through.
+__device__ __forceinline__ float larger_or_nan(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+// Two outputs of ReLU; NaN goes through. None is negative, so integers round them: the unsigned minimum keeps NaN.
 __device__ __forceinline__ Pair pack_relu(float low, float high) {
-    asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(low));
-    asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(high));
-    return pack_pair(low, high);
+    const auto round = [](float x) { return min(__float_as_uint(larger_or_nan(x, 0.f)) + 0x1000u, 0x7fffffffu) & 0xffffe000u; };
+    return {round(low), round(high)};
 }
 
 // A warp's way out to memory: 16 rows of a column block.
@@ -41,20 +48,21 @@ struct Writer {
         u8* at = to.transpose.at(block * COLUMNS, row0 / COLUMNS);
 #pragma unroll
         for (int i = 0; i < PAIRS_OF_BLOCK; ++i) {
-            __stcg((u32*)(at + (across ^ i % 2 * 32) + i / 2 * 1024), packed[i].low);
-            __stcg((u32*)(at + (across ^ (i % 2 * 32 + 16)) + i / 2 * 1024 + 128), packed[i].high);
+            TRANSPOSE_STORE((u32*)(at + (across ^ i % 2 * 32) + i / 2 * 1024), packed[i].low);
+            TRANSPOSE_STORE((u32*)(at + (across ^ (i % 2 * 32 + 16)) + i / 2 * 1024 + 128), packed[i].high);
         }
     }
 };
 
 // The largest magnitude, NaN above all.
 struct Largest {
-    u32 bits = 0;
+    float low = 0.f, high = 0.f;
 
     __device__ __forceinline__ void see(Pair packed) {
-        bits = max(bits, max(packed.low & 0x7fffffffu, packed.high & 0x7fffffffu));
+        low = larger_or_nan(low, fabsf(low_of(packed)));
+        high = larger_or_nan(high, fabsf(high_of(packed)));
     }
-    __device__ __forceinline__ void tell(u32* where) const { warp_largest(where, bits); }
+    __device__ __forceinline__ void tell(u32* where) const { warp_largest(where, magnitude_bits(larger_or_nan(low, high))); }
 };
 
 // Bits that say which outputs of a block are positive: those of pair i are i and 16 + i.
