@@ -18,7 +18,7 @@ MAX_LAYERS = 12
 MAX_SPLITS = 16
 THREADS, CONSUMER_WARPS = 384, 8
 CLUSTER = 2  # blocks, with tiles one above the other
-STATIC_BYTES = {"bf16": 2048, "tf32": 3072}  # that the kernel declares itself
+STATIC_BYTES = 2048  # that the kernel declares itself
 STAGING_BYTES = {"bf16": CONSUMER_WARPS * 2 * 2048, "tf32": CONSUMER_WARPS * 2 * 64}
 BLOCK_COLUMNS = {"bf16": 64, "tf32": 32}  # of a matrix: 128 bytes
 
@@ -67,13 +67,12 @@ class BulkPlan:
         pairs = list(pairwise(self.widths))
         row_blocks, phases = self.rows // TILE_M, 2 * len(pairs) - 1
         columns = BLOCK_COLUMNS[self.precision]
-        outputs = sum(self._matrix_bytes(self.rows, fan_out) for _, fan_out in pairs)
-        widest = max(self.n, self.gradient_n)
-        weights = sum(self._matrix_bytes(aligned(fan_in, widest), fan_out) for fan_in, fan_out in pairs)
+        outputs = sum(self._batch_bytes(fan_out) for _, fan_out in pairs)
+        weights = sum(self._weight_bytes(fan_in, fan_out) for fan_in, fan_out in pairs)
         tiles = CLUSTER * sum(-(-i // (CLUSTER * TILE_M)) * -(-o // self.gradient_n) for i, o in pairs)
         shares = tiles * self.splits if self.splits > 1 else self.blocks
         return (
-            Buffer("bulk_rows", 2 * (self._matrix_bytes(self.rows, self.widths[0]) + outputs)),
+            Buffer("bulk_rows", 2 * (self._batch_bytes(self.widths[0]) + outputs)),
             Buffer("bulk_weights", weights),
             Buffer("bulk_sums", 4 * self.rows // 16 * sum(aligned(fan_out, columns) for _, fan_out in pairs)),
             # A word of every thread for a block of columns.
@@ -84,14 +83,19 @@ class BulkPlan:
             Buffer("bulk_words", 4 * (8 + 2 * phases * row_blocks + tiles), zeroed=True),
         )
 
-    def _matrix_bytes(self, rows: int, columns: int) -> int:
-        """Of a matrix in blocks of columns and, in tf32, of its transpose."""
+    def _batch_bytes(self, columns: int) -> int:
+        """Of inputs, outputs or errors; in tf32 a transpose."""
+        if self.precision == "tf32":
+            return self._blocked_bytes(aligned(columns, CLUSTER * TILE_M), self.rows)
+        return self._blocked_bytes(self.rows, columns)
 
-        def blocked(rows: int, columns: int) -> int:
-            return rows * -(-columns // BLOCK_COLUMNS[self.precision]) * 128
+    def _weight_bytes(self, fan_in: int, fan_out: int) -> int:
+        """Of the copy of a layer's weights and, in tf32, of their transpose."""
+        transpose = self._blocked_bytes(aligned(fan_out, CLUSTER * TILE_M), fan_in) if self.precision == "tf32" else 0
+        return self._blocked_bytes(aligned(fan_in, max(self.n, self.gradient_n)), fan_out) + transpose
 
-        transpose = blocked(aligned(columns, CLUSTER * TILE_M), rows) if self.precision == "tf32" else 0
-        return blocked(rows, columns) + transpose
+    def _blocked_bytes(self, rows: int, columns: int) -> int:
+        return rows * -(-columns // BLOCK_COLUMNS[self.precision]) * 128
 
 
 def plan_bulk(task: Task, device: Device) -> BulkPlan | None:
@@ -113,7 +117,7 @@ def plan_bulk(task: Task, device: Device) -> BulkPlan | None:
         ((n, splits) for n in WIDTHS_OF_TILES for splits in range(1, MAX_SPLITS + 1)),
         key=lambda choice: gradient_clocks(pairs, rows, choice[0], choice[1], blocks, block),
     )
-    room = device.shared_bytes - STATIC_BYTES[task.precision] - STAGING_BYTES[task.precision]
+    room = device.shared_bytes - STATIC_BYTES - STAGING_BYTES[task.precision]
     stages = min(8, room // (stage_bytes(max(n, gradient_n)) + 16))
     if stages < 3:
         return None

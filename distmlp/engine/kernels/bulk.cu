@@ -59,7 +59,7 @@ __device__ __forceinline__ void for_each_tile(int row_pairs, int rank, const F& 
 
 // Fills the stages of this block's tiles; one thread.
 __device__ __forceinline__ void copy_chain(Ring& ring, const Memory& memory, int s, int row_pairs) {
-    const Matrix inputs = inputs_of(memory.places, s & 1);
+    const Blocked inputs = inputs_of(memory.places, s & 1);
     for_each_tile(row_pairs, ring.rank, [&](const Phase& phase, int row_block, int n) {
         const int l = phase.layer();
         const Matrices& m = near_matrices[l];
@@ -72,12 +72,13 @@ __device__ __forceinline__ void copy_chain(Ring& ring, const Memory& memory, int
             fence_async();
         }
         if (phase.forward())
-            fill<BULK_N, true, false>(
-                ring, rows_of(l ? near_matrices[l - 1].output : inputs, row_block * TILE_M),
-                columns_of(m.weight, 0, n * BULK_N), blocks_over(LAYER(l).fan_in));
+            fill<BULK_N, !TRANSPOSED, TRANSPOSED>(
+                ring, batch_rows(l ? near_matrices[l - 1].output : inputs, row_block * TILE_M),
+                weight_columns(m, n * BULK_N), blocks_over(LAYER(l).fan_in));
         else
-            fill<BULK_N, true, true>(
-                ring, rows_of(m.error, row_block * TILE_M), rows_of(m.weight, n * BULK_N), blocks_over(LAYER(l).fan_out));
+            fill<BULK_N, !TRANSPOSED, true>(
+                ring, batch_rows(m.error, row_block * TILE_M), rows_of(m.weight, n * BULK_N),
+                blocks_over(LAYER(l).fan_out));
     });
 }
 
@@ -87,7 +88,7 @@ __device__ __forceinline__ void output_tile(
     const Layer& layer = LAYER(ENGINE.layers - 1);
     Outside<WHOLE> outside(step, layer, m0, n0);
     start_with_biases(c, layer, n0);
-    multiply<BULK_N, true, false>(c, ring, blocks_over(layer.fan_in), before);
+    multiply<BULK_N, !TRANSPOSED, TRANSPOSED>(c, ring, blocks_over(layer.fan_in), before);
     output_errors<WHOLE>(c, outside, writer, step, m0, n0);
 }
 
@@ -99,7 +100,7 @@ __device__ __forceinline__ void compute_chain(
         const int l = phase.layer(), m0 = row_block * TILE_M, n0 = n * BULK_N;
         if (phase.forward() && l + 1 < ENGINE.layers) {
             start_with_biases(c, LAYER(l), n0);
-            multiply<BULK_N, true, false>(c, ring, blocks_over(LAYER(l).fan_in), before);
+            multiply<BULK_N, !TRANSPOSED, TRANSPOSED>(c, ring, blocks_over(LAYER(l).fan_in), before);
             hidden_outputs(c, writer, step, l, m0, n0);
         } else if (phase.forward()) {
             const int outputs = LAYER(l).fan_out;
@@ -113,7 +114,7 @@ __device__ __forceinline__ void compute_chain(
             if (TELLS_BY_SIGN)
 #pragma unroll
                 for (int i = 0; i < SIGN_WORDS; ++i) signs[i] = __ldcg(signs_of_tile(l - 1, m0, n0) + i * CONSUMERS);
-            multiply<BULK_N, true, true>(c, ring, blocks_over(LAYER(l).fan_out), before);
+            multiply<BULK_N, !TRANSPOSED, true>(c, ring, blocks_over(LAYER(l).fan_out), before);
             hidden_errors(c, signs, writer, step, l, m0, n0);
         }
         before.add();
@@ -136,10 +137,10 @@ __device__ __forceinline__ void announce_chain(const Memory& memory, int s, int 
 __device__ __forceinline__ void copy_gradients(Ring& ring, const Memory& memory, int s, int rows) {
     for (int number = blockIdx.x / 2; number < gradient_tasks(); number += gridDim.x / 2) {
         const GradientTask task(number, ring.rank, rows);
-        const Matrix below = task.l ? near_matrices[task.l - 1].output : inputs_of(memory.places, s & 1);
-        fill<BULK_GRADIENT_N, false, false>(
-            ring, columns_of(below, task.first * COLUMNS, task.m0),
-            columns_of(near_matrices[task.l].error, task.first * COLUMNS, task.n0), task.steps);
+        const Blocked below = task.l ? near_matrices[task.l - 1].output : inputs_of(memory.places, s & 1);
+        fill<BULK_GRADIENT_N, TRANSPOSED, TRANSPOSED>(
+            ring, batch_columns(below, task.first, task.m0),
+            batch_columns(near_matrices[task.l].error, task.first, task.n0), task.steps);
     }
 }
 
@@ -149,7 +150,7 @@ __device__ __forceinline__ void compute_gradients(
     for (int number = blockIdx.x / 2; number < gradient_tasks(); number += gridDim.x / 2) {
         const GradientTask task(number, ring.rank, rows);
         clear<BULK_GRADIENT_N>(c);
-        if (task.steps > 0) multiply<BULK_GRADIENT_N, false, false>(c, ring, task.steps, none);
+        if (task.steps > 0) multiply<BULK_GRADIENT_N, TRANSPOSED, TRANSPOSED>(c, ring, task.steps, none);
         finish_share(c, task, direct, h, memory.partials, memory.arrived, (round + 1) * BULK_SPLITS);
     }
 }
@@ -297,9 +298,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(BULK_THRE
     GridBarrier barrier(&control.barrier);
     Memory memory;
     memory.places = {rows_memory, nullptr, nullptr, weights_memory, sums, signs, BULK_ROWS};
-    memory.places.outputs = rows_memory + 2 * matrix_bytes(BULK_ROWS, LAYER(0).fan_in);
+    memory.places.outputs = rows_memory + 2 * batch_bytes(BULK_ROWS, LAYER(0).fan_in);
     i64 outputs_bytes = 0;
-    for (int l = 0; l < ENGINE.layers; ++l) outputs_bytes += matrix_bytes(BULK_ROWS, LAYER(l).fan_out);
+    for (int l = 0; l < ENGINE.layers; ++l) outputs_bytes += batch_bytes(BULK_ROWS, LAYER(l).fan_out);
     memory.places.errors = memory.places.outputs + outputs_bytes;
     memory.losses = losses;
     memory.row_weights = row_weights;

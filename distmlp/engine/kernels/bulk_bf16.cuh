@@ -45,9 +45,6 @@ struct Writer {
         write(packed);
         send(to.at(row0, block));
     }
-    __device__ __forceinline__ void put_both(const Pair (&packed)[PAIRS_OF_BLOCK], const Matrix& to, int row0, int block) {
-        put(packed, to, row0, block);
-    }
 };
 
 // The largest magnitude of bfloat16 pairs, NaN above all: as integers they have the same order.
@@ -102,7 +99,7 @@ __device__ __forceinline__ float2 sum_rows(const Writer& writer) {
 
 // A block of errors, and the sums of its columns over the warp's rows.
 __device__ __forceinline__ void put_errors(
-    Writer& writer, const Pair (&packed)[PAIRS_OF_BLOCK], const Matrix& to, int row0, int block, float* sums) {
+    Writer& writer, const Pair (&packed)[PAIRS_OF_BLOCK], const Blocked& to, int row0, int block, float* sums) {
     writer.write(packed);
     const float2 own = sum_rows(writer);
     *(float2*)(sums + (threadIdx.x & 31) * 2) = own;
@@ -139,9 +136,13 @@ __device__ __forceinline__ float low_of(Pair pair) { return __uint_as_float(pair
 __device__ __forceinline__ float high_of(Pair pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 // The copy of weight (r, c), or of it and its three neighbours.
-__device__ __forceinline__ void copy_weight(const Matrix& to, int r, int c, float value) {
-    *(Element*)to.place(r, c) = to_element(value);
+__device__ __forceinline__ void copy_weight(const Matrices& m, int r, int c, float value) {
+    *(Element*)m.weight.place(r, c) = to_element(value);
 }
-__device__ __forceinline__ void copy_weights(const Matrix& to, int r, int c, const float4& values) {
-    store_quad((Element*)to.place(r, c), values);
+__device__ __forceinline__ void copy_weights(const Matrices& m, int r, int c, const float4& values) {
+    store_quad((Element*)m.weight.place(r, c), values);
+}
+// As the second operand of a forward product, from column `column` on.
+__device__ __forceinline__ Source weight_columns(const Matrices& m, int column) {
+    return blocks_of(m.weight, 0, column / COLUMNS);
 }

@@ -21,18 +21,10 @@ struct Blocked {
     }
 };
 
-// A matrix that products meet along its rows and along its columns. In bfloat16 the same copy serves both; tf32 products
-// read only along the rows, so there is a transpose beside it.
-struct Matrix : Blocked {
-#if PRODUCT == TF32
-#define TRANSPOSES true
-    Blocked transpose;
-    __device__ __forceinline__ const Blocked& transposed() const { return transpose; }
-#else
-#define TRANSPOSES false
-    __device__ __forceinline__ const Blocked& transposed() const { return *this; }
-#endif
-};
+// Products of bfloat16 take operands along rows and along columns. Those of tf32 read shared memory along rows only, so
+// inputs, outputs and errors are stored as transposes, their rows (where they are an operand, it is the first one) come
+// through registers, and of the weights there are both.
+constexpr bool TRANSPOSED = PRODUCT == TF32;
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 

@@ -44,7 +44,7 @@ struct Quad {
         if (direct && exists && layer.fan_out % 4 == 0) parameters.load(weight_place(layer, r, c));
     }
     __device__ __forceinline__ void finish(
-        const Layer& layer, const Matrix& copy, const Hyper& h, bool direct, const float4& sum) {
+        const Layer& layer, const Matrices& m, const Hyper& h, bool direct, const float4& sum) {
         if (!exists) return;
         const i64 at = weight_place(layer, r, c);
         if (!direct) {
@@ -52,11 +52,11 @@ struct Quad {
         } else if (layer.fan_out % 4 == 0) {
             parameters.update(h, sum);
             parameters.store(h, at);
-            copy_weights(copy, r, c, parameters.value);
+            copy_weights(m, r, c, parameters.value);
         } else {
 #pragma unroll 1
             for (int k = 0; k < 4 && c + k < layer.fan_out; ++k)
-                copy_weight(copy, r, c + k, update_parameter(h, at + k, part(sum, k)));
+                copy_weight(m, r, c + k, update_parameter(h, at + k, part(sum, k)));
         }
     }
 };
@@ -70,7 +70,7 @@ __device__ __forceinline__ void finish_share(
     const Hyper h = shared;  // in registers
     constexpr int PAIRS = BULK_GRADIENT_N / 4, STRIPES = BULK_GRADIENT_N / 16, SHARE = PAIRS * CONSUMERS;
     const Layer& layer = LAYER(task.l);
-    const Matrix& copy = near_matrices[task.l].weight;
+    const Matrices& m = near_matrices[task.l];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     float2* tile = partials + (i64)(BULK_SPLITS > 1 ? task.tile * BULK_SPLITS : blockIdx.x) * SHARE;
 #pragma unroll
@@ -113,7 +113,7 @@ __device__ __forceinline__ void finish_share(
                 add_to(sums[i], __ldcg((const float4*)from));
             }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) quads[i].finish(layer, copy, h, direct, sums[i]);
+        for (int i = 0; i < 4; ++i) quads[i].finish(layer, m, h, direct, sums[i]);
         if (stripe + 2 < end) load(stripe + 2);
     }
     if (BULK_SPLITS == 1) sync_consumers();  // the next tile's sums go to the same place
@@ -126,7 +126,7 @@ __device__ __forceinline__ void bias_gradients(int part, int parts_of_rows, bool
     for (int l = 0, before = 0; l < ENGINE.layers; ++l) {
         const Layer& layer = LAYER(l);
         const int tasks = (layer.fan_out + 31) / 32, blocks = gridDim.x;
-        const i64 ld = near_matrices[l].error.blocks * COLUMNS;
+        const i64 ld = padded_columns(layer);
         for (int task = (blockIdx.x + blocks - before % blocks) % blocks; task < tasks; task += blocks) {
             const int c = task * 32 + lane;
             float sum = 0.f;

@@ -42,7 +42,7 @@ __device__ __forceinline__ void hidden_outputs(
     u32* signs = signs_of_tile(l, m0, n0);
 #pragma unroll
     for (int block = 0; block < COLUMN_BLOCKS; ++block) {
-        if (n0 + block * COLUMNS >= to.output.blocks * COLUMNS) break;
+        if (n0 + block * COLUMNS >= padded_columns(LAYER(l))) break;
         Pair packed[PAIRS_OF_BLOCK], slopes[PAIRS_OF_BLOCK];
         u32 sign = 0;
 #pragma unroll
@@ -61,7 +61,7 @@ __device__ __forceinline__ void hidden_outputs(
             largest.see(packed[i]);
         }
         if (TELLS_BY_SIGN) __stcg(signs + block * CONSUMERS, sign);
-        writer.put_both(packed, to.output, row0, n0 / COLUMNS + block);
+        writer.put(packed, to.output, row0, n0 / COLUMNS + block);
         if (stores_slope(kind)) writer.put(slopes, to.error, row0, n0 / COLUMNS + block);
     }
     largest.tell(&step.flags.output[l + 1]);
@@ -78,11 +78,12 @@ __device__ __forceinline__ void hidden_errors(
     const u32 masks[2] = {at.mask(0), at.mask(1)};
     StoredSlopes stored = {stores_slope(kind) ? to.error : to.output, row0, n0 / COLUMNS};
     if (!TELLS_BY_SIGN) stored.load(writer, 0);
-    float* sums = to.sums + (i64)(row0 / 16) * to.error.blocks * COLUMNS + n0;
+    const int columns = padded_columns(LAYER(l - 1));
+    float* sums = to.sums + (i64)(row0 / 16) * columns + n0;
     Largest largest;
 #pragma unroll
     for (int block = 0; block < COLUMN_BLOCKS; ++block) {
-        if (n0 + block * COLUMNS >= to.error.blocks * COLUMNS) break;
+        if (n0 + block * COLUMNS >= columns) break;
         if (!TELLS_BY_SIGN) {
             stored.take(writer);
             if (block + 1 < COLUMN_BLOCKS) stored.load(writer, block + 1);
@@ -210,13 +211,14 @@ __device__ __forceinline__ void output_errors(
         WHOLE || at.inside[0] ? step.weight(outside.rows[0]) * share : 0.f,
         WHOLE || at.inside[1] ? step.weight(outside.rows[1]) * share : 0.f};
     const u32 masks[2] = {at.mask(0), at.mask(1)};
-    float* sums = to.sums + (i64)(row0 / 16) * to.error.blocks * COLUMNS + n0;
+    const int columns = padded_columns(layer);
+    float* sums = to.sums + (i64)(row0 / 16) * columns + n0;
     Pair packed[PAIRS_OF_BLOCK];
     constexpr int PARTS = BULK_N / 32, OF_BLOCK = COLUMNS / 32;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {  // 32 columns each
         const int block = part / OF_BLOCK;
-        if (n0 + block * COLUMNS >= to.error.blocks * COLUMNS) break;
+        if (n0 + block * COLUMNS >= columns) break;
         float2 wanted[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) wanted[i] = outside.pairs[i];

@@ -50,54 +50,51 @@ __device__ __forceinline__ void load_any(const void* raw, i64 row, int column, i
 }
 
 // `rows` rows from position `first` on, and zeros to the end of their last pair of tiles, by `warps` warps of the grid.
-// `largest` collects the magnitude. A warp takes whole rows, or with a transpose eight at a time, a sector of that.
+// `largest` collects the magnitude. A warp takes whole rows, or for a transpose eight at a time, a sector of that.
 __device__ __forceinline__ void gather_blocked(
-    const Raw& raw, i64 first, int rows, const Matrix& to, u32* largest, int warp, int warps) {
-    constexpr int AT_ONCE = TRANSPOSES ? 8 : 1, LANES_OF_ROW = 32 / AT_ONCE;
+    const Raw& raw, i64 first, int rows, const Blocked& to, u32* largest, int warp, int warps) {
+    constexpr int AT_ONCE = TRANSPOSED ? 8 : 1, LANES_OF_ROW = 32 / AT_ONCE;
     const int features = LAYER(0).fan_in, lane = threadIdx.x & 31;
     const int padded = (rows + 2 * TILE_M - 1) / (2 * TILE_M) * (2 * TILE_M);
     u32 seen = 0;
     for (int r = warp * AT_ONCE + lane / LANES_OF_ROW; r < padded; r += warps * AT_ONCE) {
         const i64 row = r < rows ? raw_row(raw, first + r) : 0;
 #pragma unroll 2
-        for (int chunk = lane % LANES_OF_ROW; chunk < to.blocks * 8; chunk += LANES_OF_ROW) {
+        for (int chunk = lane % LANES_OF_ROW; chunk < blocks_over(features) * 8; chunk += LANES_OF_ROW) {
             float v[CHUNK] = {};
             if (r < rows) load_any(raw.inputs, row, chunk * CHUNK, features, v);
 #pragma unroll
             for (int k = 0; k < CHUNK; ++k) seen = max(seen, magnitude_bits(v[k]));
-            *(uint4*)to.place(r, chunk * CHUNK) = pack_chunk(v);
-            if (TRANSPOSES)
+            if (!TRANSPOSED) *(uint4*)to.place(r, chunk * CHUNK) = pack_chunk(v);
+            else
 #pragma unroll
-                for (int k = 0; k < CHUNK; ++k) *(Element*)to.transposed().place(chunk * CHUNK + k, r) = to_element(v[k]);
+                for (int k = 0; k < CHUNK; ++k) *(Element*)to.place(chunk * CHUNK + k, r) = to_element(v[k]);
         }
     }
     warp_largest(largest, seen);
 }
 
-// Copies of all weights for the products, zeros around them.
+// A copy of all weights of a layer, or of their transpose, with zeros around them; `lanes_of_row` lanes of a warp take a row.
+template <class F>
+__device__ __forceinline__ void pack_copy(const Blocked& to, int rows, int lanes_of_row, const F& weight) {
+    const int lane = threadIdx.x & 31, warps = gridDim.x * (blockDim.x >> 5), rows_at_once = 32 / lanes_of_row;
+    for (int r = (blockIdx.x + gridDim.x * (threadIdx.x >> 5)) * rows_at_once + lane / lanes_of_row; r < rows; r += warps * rows_at_once)
+        for (int chunk = lane % lanes_of_row; chunk < to.blocks * 8; chunk += lanes_of_row) {
+            float v[CHUNK];
+#pragma unroll
+            for (int k = 0; k < CHUNK; ++k) v[k] = weight(r, chunk * CHUNK + k);
+            *(uint4*)to.place(r, chunk * CHUNK) = pack_chunk(v);
+        }
+}
 __device__ __forceinline__ void pack_blocked() {
-    const int lane = threadIdx.x & 31, warp = blockIdx.x + gridDim.x * (threadIdx.x >> 5), warps = gridDim.x * (blockDim.x >> 5);
     for (int l = 0; l < ENGINE.layers; ++l) {
         const Layer& layer = LAYER(l);
-        const Matrix& to = near_matrices[l].weight;
         const auto weight = [&](int r, int c) {
             return has_weights(layer, r, c) ? __ldcg(ENGINE.parameters + weight_place(layer, r, c)) : 0.f;
         };
-        for (int r = warp; r < weight_rows(layer); r += warps)
-            for (int chunk = lane; chunk < to.blocks * 8; chunk += 32) {
-                float v[CHUNK];
-#pragma unroll
-                for (int k = 0; k < CHUNK; ++k) v[k] = weight(r, chunk * CHUNK + k);
-                *(uint4*)to.place(r, chunk * CHUNK) = pack_chunk(v);
-            }
-        if (!TRANSPOSES) continue;
-        const int groups = transpose_rows(layer.fan_out) / 32, chunks = to.transposed().blocks * 8;
-        for (int i = warp; i < groups * chunks; i += warps) {  // neighbours read along a row of the weights
-            const int c = i % groups * 32 + lane, r = i / groups * CHUNK;
-            float v[CHUNK];
-#pragma unroll
-            for (int k = 0; k < CHUNK; ++k) v[k] = weight(r + k, c);
-            *(uint4*)to.transposed().place(c, r) = pack_chunk(v);
-        }
+        pack_copy(near_matrices[l].weight, weight_rows(layer), 32, weight);
+#if PRODUCT == TF32  // rows are neighbours in memory: eight of them are a sector
+        pack_copy(near_matrices[l].weight_transpose, transpose_rows(layer.fan_out), 4, [&](int r, int c) { return weight(c, r); });
+#endif
     }
 }

@@ -13,7 +13,10 @@
 
 // Matrices of a layer, as plan_bulk.py lays them out.
 struct Matrices {
-    Matrix output, error, weight;
+    Blocked output, error, weight;
+#if PRODUCT == TF32
+    Blocked weight_transpose;
+#endif
     float* sums;  // of the errors' columns, (warps' rows, padded columns)
     u32* signs;   // of the outputs, where slopes are told from them: see `Signs`
 };
@@ -27,22 +30,30 @@ struct Places {  // of all layers' matrices
 };
 __device__ __forceinline__ i64 blocked_bytes(int rows, int columns) { return (i64)rows * (blocks_over(columns) * 128); }
 __device__ __forceinline__ int transpose_rows(int columns) { return (columns + 2 * TILE_M - 1) / (2 * TILE_M) * (2 * TILE_M); }
-__device__ __forceinline__ i64 matrix_bytes(int rows, int columns) {
-    return blocked_bytes(rows, columns) + (TRANSPOSES ? blocked_bytes(transpose_rows(columns), rows) : 0);
+__device__ __forceinline__ Blocked blocked(u8* base, int rows, int columns) {
+    return {base, (i64)rows * 128, blocks_over(columns)};
 }
-__device__ __forceinline__ Matrix matrix(u8* base, int rows, int columns) {
-    Matrix m;
-    (Blocked&)m = {base, (i64)rows * 128, blocks_over(columns)};
-#if TRANSPOSES
-    const int across = transpose_rows(columns);
-    m.transpose = {base + blocked_bytes(rows, columns), (i64)across * 128, blocks_over(rows)};
-#endif
-    return m;
+// Of a batch: inputs, outputs or errors.
+__device__ __forceinline__ i64 batch_bytes(int rows, int columns) {
+    return TRANSPOSED ? blocked_bytes(transpose_rows(columns), rows) : blocked_bytes(rows, columns);
+}
+__device__ __forceinline__ Blocked batch_matrix(u8* base, int rows, int columns) {
+    return TRANSPOSED ? blocked(base, transpose_rows(columns), rows) : blocked(base, rows, columns);
+}
+// That a batch of a layer's outputs has, with those that fill its last block.
+__device__ __forceinline__ int padded_columns(const Layer& layer) { return blocks_over(layer.fan_out) * COLUMNS; }
+__device__ __forceinline__ Source batch_rows(const Blocked& m, int row) {
+    return TRANSPOSED ? blocks_of(m, 0, row / COLUMNS) : rows_of(m, row);
+}
+// Columns from `column` on, and of them rows from `block` blocks on in turn.
+__device__ __forceinline__ Source batch_columns(const Blocked& m, int block, int column) {
+    if (TRANSPOSED) return {m.at(column, block), m.block_bytes, 0, 0};
+    return blocks_of(m, block * COLUMNS, column / COLUMNS);
 }
 __device__ __forceinline__ int weight_rows(const Layer& layer) { return (layer.fan_in + WIDEST - 1) / WIDEST * WIDEST; }
-__device__ __forceinline__ Matrix inputs_of(const Places& places, int parity) {
+__device__ __forceinline__ Blocked inputs_of(const Places& places, int parity) {
     const int features = LAYER(0).fan_in;
-    return matrix(places.inputs + parity * matrix_bytes(places.rows, features), places.rows, features);
+    return batch_matrix(places.inputs + parity * batch_bytes(places.rows, features), places.rows, features);
 }
 __device__ __forceinline__ void place_matrices(const Places& places) {
     if (threadIdx.x == 0) {
@@ -50,14 +61,18 @@ __device__ __forceinline__ void place_matrices(const Places& places) {
         for (int l = 0; l < ENGINE.layers; ++l) {
             const Layer& layer = LAYER(l);
             Matrices& m = near_matrices[l];
-            m.output = matrix(places.outputs + rows_at, places.rows, layer.fan_out);
-            m.error = matrix(places.errors + rows_at, places.rows, layer.fan_out);
-            m.weight = matrix(places.weights + weight_at, weight_rows(layer), layer.fan_out);
+            m.output = batch_matrix(places.outputs + rows_at, places.rows, layer.fan_out);
+            m.error = batch_matrix(places.errors + rows_at, places.rows, layer.fan_out);
+            m.weight = blocked(places.weights + weight_at, weight_rows(layer), layer.fan_out);
+            weight_at += blocked_bytes(weight_rows(layer), layer.fan_out);
+#if PRODUCT == TF32
+            m.weight_transpose = blocked(places.weights + weight_at, transpose_rows(layer.fan_out), layer.fan_in);
+            weight_at += blocked_bytes(transpose_rows(layer.fan_out), layer.fan_in);
+#endif
             m.sums = places.sums + sums_at;
-            rows_at += matrix_bytes(places.rows, layer.fan_out);
-            weight_at += matrix_bytes(weight_rows(layer), layer.fan_out);
+            rows_at += batch_bytes(places.rows, layer.fan_out);
             m.signs = places.signs + signs_at;
-            sums_at += (i64)(places.rows / 16) * m.error.blocks * COLUMNS;
+            sums_at += (i64)(places.rows / 16) * padded_columns(layer);
             signs_at += (i64)(places.rows / TILE_M) * ((layer.fan_out + BULK_N - 1) / BULK_N) * SIGN_WORDS * CONSUMERS;
         }
     }

@@ -1,9 +1,6 @@
-// How results leave the registers of `wgmma`, in tf32: in two copies, straight from the registers. The eight lanes of a column
-// and the four of a row both fill whole sectors.
+// How results leave the registers of `wgmma`, in tf32: to transposes, straight from the registers. The eight lanes of a column
+// fill a sector.
 #pragma once
-#ifndef TRANSPOSE_STORE
-#define TRANSPOSE_STORE __stcg
-#endif
 
 struct Pair {  // two neighbours of a row, as bits
     u32 low, high;
@@ -26,30 +23,24 @@ __device__ __forceinline__ Pair pack_relu(float low, float high) {
     return {round(low), round(high)};
 }
 
-// A warp's way out to memory: 16 rows of a column block.
+// A warp's way out to memory: 16 rows of a block of columns.
 struct Writer {
-    u32 own, across;  // places of this lane's first pair, and of its first element in the transpose
+    u32 own;  // place of this lane's first element among the 32 rows that are a block of the transpose
 
     __device__ __forceinline__ explicit Writer(u32) {
-        const int lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
-        own = row * 128 + ((column / CHUNK ^ row) & 7) * 16 + column % CHUNK * 4;
-        const int below = (threadIdx.x >> 5 & 1) * 16 + row;  // among the 32 rows that are a block of the transpose
-        across = column * 128 + ((below / CHUNK ^ column) & 7) * 16 + below % CHUNK * 4;
+        const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5 & 1) * 16 + (lane >> 2), column = (lane & 3) * 2;
+        own = column * 128 + ((row / CHUNK ^ column) & 7) * 16 + row % CHUNK * 4;
     }
-    // packed[2 * j], packed[2 * j + 1]: group j of the two rows. From row `row0` and block `block` on.
+    // Of pair i; packed[2 * j], packed[2 * j + 1] are group j of the two rows.
+    __device__ __forceinline__ u32 low(int i) const { return (own ^ i % 2 * 32) + i / 2 * 1024; }
+    __device__ __forceinline__ u32 high(int i) const { return (own ^ (i % 2 * 32 + 16)) + i / 2 * 1024 + 128; }
+    // From row `row0` and block of columns `block` on.
     __device__ __forceinline__ void put(const Pair (&packed)[PAIRS_OF_BLOCK], const Blocked& to, int row0, int block) const {
-        u8* at = to.at(row0, block);
-#pragma unroll
-        for (int i = 0; i < PAIRS_OF_BLOCK; ++i)
-            __stcg((uint2*)(at + (own ^ i / 2 * 32) + i % 2 * 1024), make_uint2(packed[i].low, packed[i].high));
-    }
-    __device__ __forceinline__ void put_both(const Pair (&packed)[PAIRS_OF_BLOCK], const Matrix& to, int row0, int block) const {
-        put(packed, to, row0, block);
-        u8* at = to.transpose.at(block * COLUMNS, row0 / COLUMNS);
+        u8* at = to.at(block * COLUMNS, row0 / COLUMNS);
 #pragma unroll
         for (int i = 0; i < PAIRS_OF_BLOCK; ++i) {
-            TRANSPOSE_STORE((u32*)(at + (across ^ i % 2 * 32) + i / 2 * 1024), packed[i].low);
-            TRANSPOSE_STORE((u32*)(at + (across ^ (i % 2 * 32 + 16)) + i / 2 * 1024 + 128), packed[i].high);
+            __stcg((u32*)(at + low(i)), packed[i].low);
+            __stcg((u32*)(at + high(i)), packed[i].high);
         }
     }
 };
@@ -98,8 +89,8 @@ __device__ __forceinline__ float sum_rows(const Pair (&packed)[PAIRS_OF_BLOCK]) 
 
 // A block of errors, and the sums of its columns over the warp's rows.
 __device__ __forceinline__ void put_errors(
-    const Writer& writer, const Pair (&packed)[PAIRS_OF_BLOCK], const Matrix& to, int row0, int block, float* sums) {
-    writer.put_both(packed, to, row0, block);
+    const Writer& writer, const Pair (&packed)[PAIRS_OF_BLOCK], const Blocked& to, int row0, int block, float* sums) {
+    writer.put(packed, to, row0, block);
     const int lane = threadIdx.x & 31, own = lane >> 2;
     sums[own / 2 * 8 + (lane & 3) * 2 + own % 2] = sum_rows(packed);
 }
@@ -109,12 +100,13 @@ __device__ __forceinline__ void put_errors(
 struct StoredSlopes {
     const Blocked& known;
     int row0, block0;
-    uint2 next[PAIRS_OF_BLOCK], now[PAIRS_OF_BLOCK];
+    Pair next[PAIRS_OF_BLOCK], now[PAIRS_OF_BLOCK];
 
     __device__ __forceinline__ void load(const Writer& writer, int block) {
-        const u8* at = known.at(row0, min(block0 + block, known.blocks - 1));
+        const u8* at = known.at((block0 + block) * COLUMNS, row0 / COLUMNS);
 #pragma unroll
-        for (int i = 0; i < PAIRS_OF_BLOCK; ++i) next[i] = __ldcg((const uint2*)(at + (writer.own ^ i / 2 * 32) + i % 2 * 1024));
+        for (int i = 0; i < PAIRS_OF_BLOCK; ++i)
+            next[i] = {__ldcg((const u32*)(at + writer.low(i))), __ldcg((const u32*)(at + writer.high(i)))};
     }
     __device__ __forceinline__ void take(const Writer&) {
 #pragma unroll
@@ -123,16 +115,18 @@ struct StoredSlopes {
     // Of pairs 4 * four to 4 * four + 3 of the block taken last.
     __device__ __forceinline__ void get(const Writer&, int four, Pair (&slopes)[4]) const {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) slopes[k] = {now[four * 4 + k].x, now[four * 4 + k].y};
+        for (int k = 0; k < 4; ++k) slopes[k] = now[four * 4 + k];
     }
 };
 
 // The copies of weight (r, c), or of it and its three neighbours.
-__device__ __forceinline__ void copy_weight(const Matrix& to, int r, int c, float value) {
-    *(Element*)to.place(r, c) = *(Element*)to.transpose.place(c, r) = to_element(value);
+__device__ __forceinline__ void copy_weight(const Matrices& m, int r, int c, float value) {
+    *(Element*)m.weight.place(r, c) = *(Element*)m.weight_transpose.place(c, r) = to_element(value);
 }
-__device__ __forceinline__ void copy_weights(const Matrix& to, int r, int c, const float4& values) {
-    store_quad((Element*)to.place(r, c), values);
+__device__ __forceinline__ void copy_weights(const Matrices& m, int r, int c, const float4& values) {
+    store_quad((Element*)m.weight.place(r, c), values);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) *(Element*)to.transpose.place(c + k, r) = to_element(part(values, k));
+    for (int k = 0; k < 4; ++k) *(Element*)m.weight_transpose.place(c + k, r) = to_element(part(values, k));
 }
+// As the second operand of a forward product, from column `column` on.
+__device__ __forceinline__ Source weight_columns(const Matrices& m, int column) { return rows_of(m.weight_transpose, column); }

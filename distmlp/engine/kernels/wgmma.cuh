@@ -96,6 +96,11 @@ struct Wgmma;
             asm volatile("wgmma.mma_async.sync.aligned.m64" SHAPE "k8.f32.tf32.tf32 {" NAMES##BLOCKS "}, "           \
                 O0 ", " O1 ", 1, 1, 1;" : ACC##BLOCKS : "l"(a), "l"(b));                                             \
         }                                                                                                            \
+        static __device__ __forceinline__ void rs_tf32(float* d, const u32* a, u64 b) {                              \
+            asm volatile("wgmma.mma_async.sync.aligned.m64" SHAPE "k8.f32.tf32.tf32 {" NAMES##BLOCKS "}, "           \
+                "{" O0 "," O1 "," O2 "," O3 "}, " O4 ", 1, 1, 1;"                                                    \
+                : ACC##BLOCKS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                 \
+        }                                                                                                            \
     };
 WGMMA(1, "n8", "%4", "%5", "%6", "%7", "%8", "%9", "%10")
 WGMMA(2, "n16", "%8", "%9", "%10", "%11", "%12", "%13", "%14")
