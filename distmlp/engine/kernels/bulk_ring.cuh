@@ -123,7 +123,9 @@ struct FirstOperand {
     u32 place;  // of this lane's first element in a stage
 
     __device__ __forceinline__ FirstOperand() {
-        const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, column = warp % 2 * 16 + (lane >> 2);
+        int thread;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // anew for every tile, so that nothing is kept meanwhile
+        const int warp = thread >> 5, lane = thread & 31, column = warp % 2 * 16 + (lane >> 2);
         const int depth = (lane & 3) + (lane & 1) * 4;
         place = warp / 2 * PIECE + depth * 128 + ((column / CHUNK ^ depth) & 7) * 16 + column % CHUNK * 4;
     }
