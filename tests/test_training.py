@@ -153,6 +153,11 @@ def test_resume_starts_anew_where_nothing_is(folder, runs):
     fresh = folder / "fresh"
     assert run_distmlp(["train", "run.toml", "--output", fresh.name, "--resume"], cwd=folder).returncode == 0
     assert summary(fresh)["weights_sha256"] == summary(runs[1])["weights_sha256"]
+    for checkpoint in (fresh / "checkpoints").iterdir():
+        checkpoint.unlink()
+    again = run_distmlp(["train", "run.toml", "--output", fresh.name, "--resume"], cwd=folder)
+    assert "warning: no checkpoint in" in again.stdout + again.stderr
+    assert summary(fresh)["weights_sha256"] == summary(runs[1])["weights_sha256"]
 
 
 def test_a_finished_run_resumed_says_the_same(folder, runs):
