@@ -75,8 +75,7 @@ class BulkPlan:
             Buffer("bulk_rows", 2 * (self._batch_bytes(self.widths[0]) + outputs)),
             Buffer("bulk_weights", weights),
             Buffer("bulk_sums", 4 * self.rows // 16 * sum(aligned(fan_out, columns) for _, fan_out in pairs)),
-            # A word of every thread for a block of columns.
-            Buffer("bulk_signs", row_blocks * sum(-(-o // self.n) for _, o in pairs) * self.n // columns * 1024),
+            Buffer("bulk_signs", row_blocks * sum(-(-o // self.n) for _, o in pairs) * TILE_M * self.n // 8),
             Buffer("bulk_losses", 8 * row_blocks * -(-self.widths[-1] // self.n) * CONSUMER_WARPS),
             Buffer("bulk_row_weights", 8 * 2 * (self.rows // 32)),
             Buffer("bulk_partials", shares * TILE_M * self.gradient_n * 4),

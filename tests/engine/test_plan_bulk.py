@@ -62,7 +62,7 @@ def indexed(found: BulkPlan, precision: str) -> dict[str, int]:
         "bulk_rows": 2 * batch(found.widths[0]) + 2 * sum(batch(o) for _, o in pairs),
         "bulk_weights": sum(weight(i, o) for i, o in pairs),
         "bulk_sums": 4 * sum(rows // 16 * across(o, block) * block for _, o in pairs),
-        "bulk_signs": 4 * sum(row_blocks * across(o, n) * (n // block) * threads for _, o in pairs),
+        "bulk_signs": 4 * sum(row_blocks * across(o, n) * (n // 64) * threads for _, o in pairs),
         "bulk_losses": 8 * row_blocks * across(found.widths[-1], n) * warps,
         "bulk_row_weights": 8 * 2 * (rows // 32),
         "bulk_partials": last_tile * (gradient_n // 4) * threads * 8,

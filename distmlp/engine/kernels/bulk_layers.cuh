@@ -40,11 +40,13 @@ __device__ __forceinline__ void hidden_outputs(
     const u32 masks[2] = {at.mask(0), at.mask(1)};
     Largest largest;
     u32* signs = signs_of_tile(l, m0, n0);
+    u32 sign = 0;
 #pragma unroll
     for (int block = 0; block < COLUMN_BLOCKS; ++block) {
         if (n0 + block * COLUMNS >= padded_columns(LAYER(l))) break;
         Pair packed[PAIRS_OF_BLOCK], slopes[PAIRS_OF_BLOCK];
-        u32 sign = 0;
+        const int word = block * PAIRS_OF_BLOCK / 16, bit = block * PAIRS_OF_BLOCK % 16;
+        if (bit == 0) sign = 0;
 #pragma unroll
         for (int i = 0; i < PAIRS_OF_BLOCK; ++i) {  // group i / 2, row i % 2
             const float* z = c + (block * PAIRS_OF_BLOCK + i) * 2;
@@ -57,10 +59,10 @@ __device__ __forceinline__ void hidden_outputs(
                 slopes[i] = pack_pair(slope_x, slope_y);
             }
             packed[i] = packed[i] & masks[i % 2];
-            if (TELLS_BY_SIGN) sign = add_signs(sign, packed[i], i);
+            if (TELLS_BY_SIGN) sign = add_signs(sign, packed[i], bit + i);
             largest.see(packed[i]);
         }
-        if (TELLS_BY_SIGN) __stcg(signs + block * CONSUMERS, sign);
+        if (TELLS_BY_SIGN) __stcg(signs + word * CONSUMERS, sign);
         writer.put(packed, to.output, row0, n0 / COLUMNS + block);
         if (stores_slope(kind)) writer.put(slopes, to.error, row0, n0 / COLUMNS + block);
     }
@@ -89,6 +91,7 @@ __device__ __forceinline__ void hidden_errors(
             if (block + 1 < COLUMN_BLOCKS) stored.load(writer, block + 1);
         }
         Pair packed[PAIRS_OF_BLOCK];
+        const int word = block * PAIRS_OF_BLOCK / 16, bit = block * PAIRS_OF_BLOCK % 16;
 #pragma unroll
         for (int four = 0; four < PAIRS_OF_BLOCK / 4; ++four) {
             Pair slopes[4];
@@ -98,11 +101,11 @@ __device__ __forceinline__ void hidden_errors(
                 const int i = four * 4 + k;  // group i / 2, row i % 2
                 const float* z = c + (block * PAIRS_OF_BLOCK + i) * 2;
                 if (HIDDEN_ACTIVATION == RELU) {
-                    packed[i] = keep_positive(pack_pair(z[0], z[1]), signs[block], i);
+                    packed[i] = keep_positive(pack_pair(z[0], z[1]), signs[word], bit + i);
                 } else if (TELLS_BY_SIGN) {
                     packed[i] = pack_pair(
-                        z[0] * (signs[block] & 1u << i ? 1.f : LEAKY_SLOPE),
-                        z[1] * (signs[block] & 0x10000u << i ? 1.f : LEAKY_SLOPE));
+                        z[0] * (signs[word] & 1u << bit + i ? 1.f : LEAKY_SLOPE),
+                        z[1] * (signs[word] & 0x10000u << bit + i ? 1.f : LEAKY_SLOPE));
                 } else {
                     const float kx = low_of(slopes[k]), ky = high_of(slopes[k]);
                     packed[i] = pack_pair(

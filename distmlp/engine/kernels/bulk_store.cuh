@@ -8,7 +8,7 @@
 
 #define COLUMN_BLOCKS (BULK_N / COLUMNS)
 #define PAIRS_OF_BLOCK (COLUMNS / 4)  // neighbours in a row that a thread has of a block
-#define SIGN_WORDS COLUMN_BLOCKS  // of a thread's outputs of a tile
+#define SIGN_WORDS (BULK_N / 64)      // a thread has so many times 32 outputs of a tile
 #define TELLS_BY_SIGN (HIDDEN_ACTIVATION == RELU || HIDDEN_ACTIVATION == LEAKY_RELU)
 
 // Matrices of a layer, as plan_bulk.py lays them out.

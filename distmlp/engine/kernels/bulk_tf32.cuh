@@ -31,16 +31,17 @@ struct Writer {
         const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5 & 1) * 16 + (lane >> 2), column = (lane & 3) * 2;
         own = column * 128 + ((row / CHUNK ^ column) & 7) * 16 + row % CHUNK * 4;
     }
-    // Of pair i; packed[2 * j], packed[2 * j + 1] are group j of the two rows.
-    __device__ __forceinline__ u32 low(int i) const { return (own ^ i % 2 * 32) + i / 2 * 1024; }
-    __device__ __forceinline__ u32 high(int i) const { return (own ^ (i % 2 * 32 + 16)) + i / 2 * 1024 + 128; }
+    // Of element `e` of pair i of what lies at `block`. Pairs 2 * j and 2 * j + 1 are group j of the two rows.
+    __device__ __forceinline__ u32* place(u8* block, int i, int e) const {
+        return (u32*)(block + (own ^ (i % 2 * 32 + e * 16)) + (i / 2 * 1024 + e * 128));
+    }
     // From row `row0` and block of columns `block` on.
     __device__ __forceinline__ void put(const Pair (&packed)[PAIRS_OF_BLOCK], const Blocked& to, int row0, int block) const {
         u8* at = to.at(block * COLUMNS, row0 / COLUMNS);
 #pragma unroll
         for (int i = 0; i < PAIRS_OF_BLOCK; ++i) {
-            __stcg((u32*)(at + low(i)), packed[i].low);
-            __stcg((u32*)(at + high(i)), packed[i].high);
+            __stcg(place(at, i, 0), packed[i].low);
+            __stcg(place(at, i, 1), packed[i].high);
         }
     }
 };
@@ -56,7 +57,7 @@ struct Largest {
     __device__ __forceinline__ void tell(u32* where) const { warp_largest(where, magnitude_bits(larger_or_nan(low, high))); }
 };
 
-// Bits that say which outputs of a block are positive: those of pair i are i and 16 + i.
+// Bits that say which outputs of two blocks are positive: those of pair i of 16 are i and 16 + i.
 __device__ __forceinline__ u32 add_signs(u32 signs, Pair packed, int i) {
     return signs | ((int)packed.low > 0 ? 1u << i : 0u) | ((int)packed.high > 0 ? 0x10000u << i : 0u);
 }
@@ -103,10 +104,10 @@ struct StoredSlopes {
     Pair next[PAIRS_OF_BLOCK], now[PAIRS_OF_BLOCK];
 
     __device__ __forceinline__ void load(const Writer& writer, int block) {
-        const u8* at = known.at((block0 + block) * COLUMNS, row0 / COLUMNS);
+        u8* at = known.at((block0 + block) * COLUMNS, row0 / COLUMNS);
 #pragma unroll
         for (int i = 0; i < PAIRS_OF_BLOCK; ++i)
-            next[i] = {__ldcg((const u32*)(at + writer.low(i))), __ldcg((const u32*)(at + writer.high(i)))};
+            next[i] = {__ldcg(writer.place(at, i, 0)), __ldcg(writer.place(at, i, 1))};
     }
     __device__ __forceinline__ void take(const Writer&) {
 #pragma unroll
