@@ -19,7 +19,7 @@ MAX_SPLITS = 16
 THREADS, CONSUMER_WARPS = 384, 8
 CLUSTER = 2  # blocks, with tiles one above the other
 STATIC_BYTES = 2048  # that the kernel declares itself
-STAGING_BYTES = {"bf16": CONSUMER_WARPS * 2 * 2048, "tf32": CONSUMER_WARPS * 2 * 64}
+STAGING_BYTES = {"bf16": CONSUMER_WARPS * 2 * 2048, "tf32": CONSUMER_WARPS * 2 * 1024}
 BLOCK_COLUMNS = {"bf16": 64, "tf32": 32}  # of a matrix: 128 bytes
 
 # Clocks of a multiprocessor, of an H200: the product of a stage 64 columns wide, bytes a clock that come in from L2,

@@ -11,7 +11,7 @@ struct Writer {
 
     __device__ __forceinline__ explicit Writer(u32 shared) : next(0) {
         const int lane = threadIdx.x & 31, row = (lane & 7) + (lane >> 3 & 1) * 8;
-        const u32 base = shared + STAGING_AT + (threadIdx.x >> 5) * 2 * STAGING_BYTES;
+        const u32 base = staging_of_warp(shared);
         own = base + lane * 16;
         anchor = base + row * 128 + ((lane >> 4 ^ row) & 7) * 16;
     }

@@ -117,6 +117,25 @@ __device__ __forceinline__ u32 load_acquire_shared(u32 where) {
     return value;
 }
 
+// 16 bytes to shared memory, behind the thread's back, and until all that it asked for are there.
+__device__ __forceinline__ void copy_chunk(u32 shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+__device__ __forceinline__ void await_chunks() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ u32 load_shared(u32 where) {
+    u32 value;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(where) : "memory");
+    return value;
+}
+__device__ __forceinline__ float2 load_shared_pair(u32 where) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(where) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_shared(u32 where, const float4& v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(where), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
 __device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
                  "r"(d)

@@ -13,13 +13,16 @@ struct StepView {
     __device__ __forceinline__ float weight(i64 raw_row) const { return raw.weights ? raw.weights[raw_row] : 1.f; }
 };
 
-// Biases as what products are added to. Tensors are padded to whole 128 bytes, so pairs may be read as one.
-__device__ __forceinline__ void start_with_biases(float (&c)[WIDEST / 2], const Layer& layer, int n0) {
-    const float* bias = ENGINE.parameters + layer.bias_offset;
+// Biases as what products are added to, by way of the warp's staging. Tensors are padded to whole 128 bytes, so fours may
+// be read as one.
+__device__ __forceinline__ void start_with_biases(float (&c)[WIDEST / 2], u32 staging, const Layer& layer, int n0) {
+    const float* bias = ENGINE.parameters + layer.bias_offset + n0;
+    for (int i = threadIdx.x & 31; i < BULK_N / 4; i += 32)
+        store_shared(staging + i * 16, n0 + i * 4 < layer.fan_out ? __ldcg((const float4*)bias + i) : zeros());
+    __syncwarp();
 #pragma unroll
     for (int j = 0; j < BULK_N / 8; ++j) {
-        const int column = n0 + j * 8 + (threadIdx.x & 3) * 2;
-        const float2 pair = column < layer.fan_out ? *(const float2*)(bias + column) : make_float2(0.f, 0.f);
+        const float2 pair = load_shared_pair(staging + j * 32 + (threadIdx.x & 3) * 8);
         c[j * 4] = c[j * 4 + 2] = pair.x;
         c[j * 4 + 1] = c[j * 4 + 3] = pair.y;
     }
@@ -29,6 +32,21 @@ __device__ __forceinline__ void start_with_biases(float (&c)[WIDEST / 2], const 
 __device__ __forceinline__ u32* signs_of_tile(int l, int m0, int n0) {
     const int across = (LAYER(l).fan_out + BULK_N - 1) / BULK_N;
     return near_matrices[l].signs + (m0 / TILE_M * across + n0 / BULK_N) * (i64)(SIGN_WORDS * CONSUMERS) + threadIdx.x;
+}
+
+// Asks for the warp's part of them, to be read at `staging` when the products are done.
+__device__ __forceinline__ void ask_for_signs(u32 staging, int l, int m0, int n0) {
+    const int lane = threadIdx.x & 31;
+    const u32* from = signs_of_tile(l, m0, n0) - lane;
+    for (int i = lane; i < SIGN_WORDS * 8; i += 32)
+        copy_chunk(staging + i * 16, from + (i >> 3) * CONSUMERS + (i & 7) * 4);
+}
+__device__ __forceinline__ void read_signs(u32 staging, u32 (&signs)[SIGN_WORDS]) {
+    await_chunks();
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < SIGN_WORDS; ++i) signs[i] = load_shared(staging + i * 128 + (threadIdx.x & 31) * 4);
+    __syncwarp();
 }
 
 // Columns beyond the layer meet weights that are zero, rows beyond the batch become zero.

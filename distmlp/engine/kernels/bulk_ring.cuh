@@ -15,9 +15,14 @@
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int WIDEST = larger(BULK_N, BULK_GRADIENT_N);
 constexpr int STAGE_BYTES = (TILE_M + WIDEST) * 128;
-constexpr int STAGING_BYTES = PRODUCT == TF32 ? 64 : 2048;  // what a warp has of it; in bfloat16 16 rows of a block
+constexpr int STAGING_BYTES = PRODUCT == TF32 ? 1024 : 2048;  // half of what a warp has; in bfloat16 16 rows of a block
 constexpr int STAGING_AT = STAGES * STAGE_BYTES, BARRIERS_AT = STAGING_AT + CONSUMER_WARPS * 2 * STAGING_BYTES;
 constexpr int SHARED_BYTES = BARRIERS_AT + 2 * STAGES * 8;
+
+// What a warp that multiplies has of shared memory beside the stages: for its results, and before them for what they need.
+__device__ __forceinline__ u32 staging_of_warp(u32 base) {
+    return base + STAGING_AT + (threadIdx.x >> 5) * 2 * STAGING_BYTES;
+}
 
 // One side's place in the ring.
 struct Ring {
