@@ -2,7 +2,7 @@
 #pragma once
 #include "mma.cuh"
 
-constexpr int COLUMNS = 128 / (int)sizeof(Element), CHUNK = 16 / (int)sizeof(Element);
+constexpr int COLUMNS = 128 / (int)sizeof(Element), CHUNK_COLUMNS = 16 / (int)sizeof(Element);
 __device__ __forceinline__ int blocks_over(int columns) { return (columns + COLUMNS - 1) / COLUMNS; }
 
 // A matrix in blocks of COLUMNS columns, one behind the other; a row of a block is 128 bytes, and the eight 16-byte chunks
@@ -17,7 +17,7 @@ struct Blocked {
     // Place of elements (row, column) on, to the end of their 16-byte chunk.
     __device__ __forceinline__ u8* place(int row, int column) const {
         const u32 c = column;
-        return at(row, c / COLUMNS) + ((c / CHUNK ^ row) & 7) * 16 + c % CHUNK * sizeof(Element);
+        return at(row, c / COLUMNS) + ((c / CHUNK_COLUMNS ^ row) & 7) * 16 + c % CHUNK_COLUMNS * sizeof(Element);
     }
 };
 

@@ -132,7 +132,7 @@ struct FirstOperand {
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // anew for every tile, so that nothing is kept meanwhile
         const int warp = thread >> 5, lane = thread & 31, column = warp % 2 * 16 + (lane >> 2);
         const int depth = (lane & 3) + (lane & 1) * 4;
-        place = warp / 2 * PIECE + depth * 128 + ((column / CHUNK ^ depth) & 7) * 16 + column % CHUNK * 4;
+        place = warp / 2 * PIECE + depth * 128 + ((column / CHUNK_COLUMNS ^ depth) & 7) * 16 + column % CHUNK_COLUMNS * 4;
     }
     __device__ __forceinline__ void load(u32 from, u32 (&a)[8]) const {
 #pragma unroll

@@ -2,37 +2,37 @@
 #pragma once
 #include "bulk_store.cuh"
 
-__device__ __forceinline__ uint4 pack_chunk(const float (&v)[CHUNK]) {
+__device__ __forceinline__ uint4 pack_chunk(const float (&v)[CHUNK_COLUMNS]) {
     uint4 chunk;
     store_quad((Element*)&chunk, make_float4(v[0], v[1], v[2], v[3]));
-    if constexpr (CHUNK == 8) store_quad((Element*)&chunk.z, make_float4(v[4], v[5], v[6], v[7]));
+    if constexpr (CHUNK_COLUMNS == 8) store_quad((Element*)&chunk.z, make_float4(v[4], v[5], v[6], v[7]));
     return chunk;
 }
 
 template <class T, class Wide>
-__device__ __forceinline__ void load_chunk(const T* raw, int column, int features, float (&v)[CHUNK]) {
+__device__ __forceinline__ void load_chunk(const T* raw, int column, int features, float (&v)[CHUNK_COLUMNS]) {
     const float *high = ENGINE.input_mean_high, *low = ENGINE.input_mean_low, *factor = ENGINE.input_factor;
     if constexpr (sizeof(T) == 4 && sizeof(Wide) == 4) {
         if (features % 4 == 0) {
 #pragma unroll
-            for (int half = 0; half < CHUNK / 4; ++half) {
+            for (int half = 0; half < CHUNK_COLUMNS / 4; ++half) {
                 float4 four = zeros();
                 if (column + half * 4 < features) four = *(const float4*)(raw + column + half * 4);
                 v[half * 4] = four.x, v[half * 4 + 1] = four.y, v[half * 4 + 2] = four.z, v[half * 4 + 3] = four.w;
             }
             if (high)
 #pragma unroll
-                for (int k = 0; k < CHUNK; ++k)
+                for (int k = 0; k < CHUNK_COLUMNS; ++k)
                     if (column + k < features) v[k] = standardize(v[k], high, low, factor, column + k);
             return;
         }
     }
 #pragma unroll
-    for (int k = 0; k < CHUNK; ++k)
+    for (int k = 0; k < CHUNK_COLUMNS; ++k)
         v[k] = column + k < features ? standardize((Wide)raw_to_float(raw[column + k]), high, low, factor, column + k) : 0.f;
 }
 
-__device__ __forceinline__ void load_any(const void* raw, i64 row, int column, int features, float (&v)[CHUNK]) {
+__device__ __forceinline__ void load_any(const void* raw, i64 row, int column, int features, float (&v)[CHUNK_COLUMNS]) {
 #define RAW_CASE(code, type, wide) \
     if constexpr (RAW_TYPE == code) load_chunk<type, wide>((const type*)raw + row * features, column, features, v)
     RAW_CASE(RAW_U8, u8, float);
@@ -61,14 +61,14 @@ __device__ __forceinline__ void gather_blocked(
         const i64 row = r < rows ? raw_row(raw, first + r) : 0;
 #pragma unroll 2
         for (int chunk = lane % LANES_OF_ROW; chunk < blocks_over(features) * 8; chunk += LANES_OF_ROW) {
-            float v[CHUNK] = {};
-            if (r < rows) load_any(raw.inputs, row, chunk * CHUNK, features, v);
+            float v[CHUNK_COLUMNS] = {};
+            if (r < rows) load_any(raw.inputs, row, chunk * CHUNK_COLUMNS, features, v);
 #pragma unroll
-            for (int k = 0; k < CHUNK; ++k) seen = max(seen, magnitude_bits(v[k]));
-            if (!TRANSPOSED) *(uint4*)to.place(r, chunk * CHUNK) = pack_chunk(v);
+            for (int k = 0; k < CHUNK_COLUMNS; ++k) seen = max(seen, magnitude_bits(v[k]));
+            if (!TRANSPOSED) *(uint4*)to.place(r, chunk * CHUNK_COLUMNS) = pack_chunk(v);
             else
 #pragma unroll
-                for (int k = 0; k < CHUNK; ++k) *(Element*)to.place(chunk * CHUNK + k, r) = to_element(v[k]);
+                for (int k = 0; k < CHUNK_COLUMNS; ++k) *(Element*)to.place(chunk * CHUNK_COLUMNS + k, r) = to_element(v[k]);
         }
     }
     warp_largest(largest, seen);
@@ -80,10 +80,10 @@ __device__ __forceinline__ void pack_copy(const Blocked& to, int rows, int lanes
     const int lane = threadIdx.x & 31, warps = gridDim.x * (blockDim.x >> 5), rows_at_once = 32 / lanes_of_row;
     for (int r = (blockIdx.x + gridDim.x * (threadIdx.x >> 5)) * rows_at_once + lane / lanes_of_row; r < rows; r += warps * rows_at_once)
         for (int chunk = lane % lanes_of_row; chunk < to.blocks * 8; chunk += lanes_of_row) {
-            float v[CHUNK];
+            float v[CHUNK_COLUMNS];
 #pragma unroll
-            for (int k = 0; k < CHUNK; ++k) v[k] = weight(r, chunk * CHUNK + k);
-            *(uint4*)to.place(r, chunk * CHUNK) = pack_chunk(v);
+            for (int k = 0; k < CHUNK_COLUMNS; ++k) v[k] = weight(r, chunk * CHUNK_COLUMNS + k);
+            *(uint4*)to.place(r, chunk * CHUNK_COLUMNS) = pack_chunk(v);
         }
 }
 __device__ __forceinline__ void pack_blocked() {

@@ -29,7 +29,7 @@ struct Writer {
 
     __device__ __forceinline__ explicit Writer(u32) {
         const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5 & 1) * 16 + (lane >> 2), column = (lane & 3) * 2;
-        own = column * 128 + ((row / CHUNK ^ column) & 7) * 16 + row % CHUNK * 4;
+        own = column * 128 + ((row / CHUNK_COLUMNS ^ column) & 7) * 16 + row % CHUNK_COLUMNS * 4;
     }
     // Of element `e` of pair i of what lies at `block`. Pairs 2 * j and 2 * j + 1 are group j of the two rows.
     __device__ __forceinline__ u32* place(u8* block, int i, int e) const {
