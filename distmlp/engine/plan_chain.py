@@ -14,11 +14,12 @@ from distmlp.engine.plan_task import Buffer, Device, Task
 PANEL = 64  # columns
 PIECE_BYTES = PANEL * 128
 GROUPS = 4  # warpgroups that multiply
+FOURS = False
 WARPS = 4 * GROUPS + 4
 STAGE_BYTES = GROUPS * PIECE_BYTES
 MIN_STAGES, MAX_STAGES = 3, 6
 STATIC_BYTES = 1024  # that the kernel declares itself; LAMB's needs as much again
-PART_BYTES = 56  # of the table of layers
+PART_BYTES = 64  # of the table of layers
 MIN_WIDTH, MAX_WIDTH = 129, 1024  # of the widest layer
 MIN_ROWS = 1000
 MAX_SOFTMAX = PANEL * GROUPS
@@ -31,10 +32,12 @@ class ChainPlan:
     widths: tuple[int, ...]
     activations: tuple[str, ...]
     blocks: int
+    cluster: int  # blocks that share what they read
     rows: int  # of a block
     depth: int  # steps of 64 rows of a batch
     stages: int
     splits: int  # of the batch, for the weight gradients
+    first_splits: int  # for those of the first layer: they begin last and are needed first
     shared_bytes: int
     raw_type: str
     mean: bool  # the average of the parameters is kept
@@ -42,7 +45,6 @@ class ChainPlan:
 
     name, path, source, entry = "chain", "wide", "chain.cu", "chain_steps"
     threads = 32 * WARPS
-    cluster = 2  # blocks that share the weights they read
     batch_rows = 0
 
     @property
@@ -52,21 +54,22 @@ class ChainPlan:
 
     @property
     def tiles(self) -> int:
-        return _tiles(self.widths)
+        return _tiles(self.widths, self.cluster)
 
     def buffers(self) -> tuple[Buffer, ...]:
         panels = [_panels(width) for width in self.widths]
         pieces = sum((i * o) + self.depth * (i + o) for i, o in pairwise(panels)) + self.depth * panels[0]
         layers = len(self.widths) - 1
         words = self.rows // 4 if self.keeps_pairs else 1
-        quarters = self.tiles * 2 * GROUPS
+        quarters = self.cluster * GROUPS  # of a tile
+        units = self.tiles * self.splits + _tiles(self.widths[:2], self.cluster) * (self.first_splits - self.splits)
         return (
             Buffer("chain_pieces", pieces * PIECE_BYTES, zeroed=True),
             Buffer("chain_kept", self.blocks * layers * -(-max(panels) // GROUPS) * words * 512 * GROUPS),
             Buffer("chain_column_sums", sum(panels[1:]) * PANEL * self.blocks * 4),
             Buffer("chain_records", self.blocks * 16),
-            Buffer("chain_partials", quarters * self.splits * 1024 * 16),
-            Buffer("chain_arrivals", (quarters + layers * (self.splits + 1) + 2) * 4),
+            Buffer("chain_partials", units * quarters * 1024 * 16),
+            Buffer("chain_arrivals", (self.tiles * quarters + layers * (self.first_splits + 1) + 2) * 4),
         )
 
     def macros(self) -> dict[str, str]:
@@ -75,10 +78,12 @@ class ChainPlan:
             "WIDTHS": ",".join(map(str, self.widths)),
             "ACTIVATIONS": ",".join(self.activations).upper(),
             "RAW_TYPE": f"RAW_{self.raw_type[0].upper()}{8 * int(self.raw_type[1:])}",
+            "CHAIN_CLUSTER": str(self.cluster),
             "CHAIN_ROWS": str(self.rows),
             "CHAIN_STAGES": str(self.stages),
             "CHAIN_TILES": str(self.tiles),
             "CHAIN_SPLITS": str(self.splits),
+            "CHAIN_FIRST_SPLITS": str(self.first_splits),
             "CHAIN_DEPTH": str(self.depth),
             "CHAIN_MEAN": str(int(self.mean)),
             "CHAIN_SHARED_BYTES": str(self.shared_bytes),
@@ -88,7 +93,8 @@ class ChainPlan:
 def plan_chain(task: Task, device: Device) -> ChainPlan | None:
     """The launch for `task`, or None where the network or the batch does not fit or the GPU is no Hopper."""
     widths, rows = task.network.widths, max(1, task.rows)
-    blocks = device.multiprocessors // 2 * 2
+    cluster = cluster_of(widths, rows, device)
+    blocks = device.multiprocessors // 2 * 2 if cluster == 2 else device.multiprocessors // 4 * 4 - 4
     each = rows_of_block(rows, blocks)
     if (
         task.precision != "bf16"
@@ -106,12 +112,16 @@ def plan_chain(task: Task, device: Device) -> ChainPlan | None:
     )  # fmt: skip
     if stages is None:
         return None
-    depth = -(-rows // PANEL)
-    depth += depth % 2 if each == PANEL else 0
-    splits = max(1, min(blocks // 2 // _tiles(widths), -(-rows // PANEL)))
+    steps = -(-rows // PANEL)
+    at_once = max(1, cluster * each // PANEL)  # steps of a cluster
+    depth = -(-steps // at_once) * at_once
+    clusters, tiles = blocks // cluster, _tiles(widths, cluster)
+    splits = max(1, min(clusters // tiles, steps))
+    left = (clusters - tiles * splits) // _tiles(widths[:2], cluster)
+    first_splits = splits + max(0, min(left, splits // 2, steps - splits))
     hidden = set(task.network.activations[:-1])
     return ChainPlan(
-        widths, task.network.activations, blocks, each, depth, stages, splits, _shared_bytes(widths, each, stages),
+        widths, task.network.activations, blocks, cluster, each, depth, stages, splits, first_splits, _shared_bytes(widths, each, stages),
         task.raw_type, task.ema, len(hidden) != 1 or not hidden <= {"relu", "leaky_relu"},
     )  # fmt: skip
 
@@ -121,16 +131,24 @@ def rows_of_block(rows: int, blocks: int) -> int | None:
     return next((each for each in (16, 32, 64) if -(-rows // PANEL) * (PANEL // each) <= blocks), None)
 
 
+def cluster_of(widths: Sequence[int], rows: int, device: Device) -> int:
+    """Blocks of a cluster: four where that leaves none of them without work."""
+    whole = all(_panels(width) % 4 in (0, 3) for width in widths)
+    return 4 if FOURS and whole and rows_of_block(rows, device.multiprocessors // 4 * 4 - 4) else 2
+
+
 def _panels(width: int) -> int:
     return -(-width // PANEL)
 
 
-def _tiles(widths: Sequence[int]) -> int:
-    """Gradient tiles of four by two panels, or the other way round."""
+def _tiles(widths: Sequence[int], cluster: int) -> int:
+    """Gradient tiles of four by four panels, or of four by two or the other way round."""
     panels = [_panels(width) for width in widths]
+    if cluster == 4:
+        return sum(-(-i // 4) * -(-o // 4) for i, o in pairwise(panels))
     return sum(min(-(-i // 4) * -(-o // 2), -(-i // 2) * -(-o // 4)) for i, o in pairwise(panels))
 
 
 def _shared_bytes(widths: Sequence[int], rows: int, stages: int) -> int:
     buffers = 2 * max(map(_panels, widths)) * rows * 128
-    return stages * (STAGE_BYTES + 16) + 16 + buffers + 2 * rows * 12 + WARPS * 16 + (len(widths) - 1) * PART_BYTES
+    return stages * (STAGE_BYTES + 16) + 96 + buffers + 2 * rows * 12 + WARPS * 16 + (len(widths) - 1) * PART_BYTES

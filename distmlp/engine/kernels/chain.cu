@@ -4,7 +4,7 @@
 //              the weights streaming past (chain_layers.cuh); inputs of layers and errors go to device memory; beside
 //              it the rows of the next step are gathered (chain_rows.cuh)
 //              -- a layer's gradients wait for the blocks with rows of their part of the batch --
-//              weight gradients, a tile and a part of the batch a pair of blocks; sums of the parts, update, new weights
+//              weight gradients, a tile and a part of the batch a cluster; sums of the parts, update, new weights
 //              (chain_gradients.cuh); beside it the biases
 //              -- a layer's weights wait for all that update them --
 //
@@ -15,14 +15,14 @@
 static_assert(PRODUCT == BF16, "operands are bfloat16");
 
 // Steps [begin, end) of the table. `apply_first` does not occur: gradients of other ranks are not for this kernel.
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(chain::BLOCK_THREADS, 1) chain_steps(
+extern "C" __global__ void __cluster_dims__(CHAIN_CLUSTER, 1, 1) __launch_bounds__(chain::BLOCK_THREADS, 1) chain_steps(
     const void* inputs, const float* targets, const int* labels, const float* weights, const u32* index, int begin,
     int end, int, u8* pieces, u32* kept, float* column_sums, uint4* records, float4* partials, u32* arrivals) {
     using namespace chain;
     if (threadIdx.x == 0) {
         context.raw = {inputs, targets, labels, weights, index};
         context.buffers = {pieces, kept, column_sums, records, partials, arrivals, arrivals + ARRIVALS,
-                           arrivals + ARRIVALS + LAYERS * SPLITS + 1};
+                           arrivals + ARRIVALS + LAYERS * MOST_SPLITS + 1};
         context.blocks = context.blocks_of_split = context.fetches = 0;
     }
     Control& control = *ENGINE.control;
@@ -43,9 +43,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(chain::BL
     __syncthreads();
     if (warp == FIRST_HELPER && lane_id() == 0 && begin < end && fetch_inputs(ring, begin, 0)) await_inputs(ring);
     __syncwarp();
-    meet_pair();
+    meet_cluster();
     barrier.wait();
 
+    u32 turn = 0;  // results of the block so far
     for (int s = begin; s < end; ++s) {
         if (progress.frozen) {
             if (blockIdx.x == 0 && threadIdx.x == 0) ENGINE.results[s] = StepResult{0., 0.f, NOT_RUN};
@@ -56,7 +57,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(chain::BL
         const int parity = done & 1;
         const bool has_rows = (int)blockIdx.x < blocks_at_work(rows);
         if (works) {
-            if (has_rows) ring = run_chain(ring, parity);
+            if (has_rows) ring = run_chain(ring, turn, parity);
             ring = sum_and_update(ring, rows, done, parity);
         } else if (copies) {
             if (lane_id() == 0) {
@@ -66,7 +67,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(chain::BL
             __syncwarp();
         } else {
             if (warp == FIRST_HELPER) {
-                if (has_rows) store_chain(ring.base, rows, done, parity);
+                if (has_rows) store_chain(ring, rows, turn, done, parity);
             } else {
                 if (has_rows) prefetch_targets(parity);
                 if (s + 1 < end) gather(s + 1, done, parity ^ 1);
@@ -81,7 +82,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(chain::BL
                 __syncwarp();
                 prepare_update(s, progress.step, parity);
                 __syncwarp();
-                arrive(TOTALS_KNOWN, WORKERS + 32);
+                if (lane_id() == 0) arrive_at(ring.totals(), rank_in_cluster());
             }
             meet(HELPERS_MEET, 32 * HELPERS);
             update_biases(rows, parity);
@@ -90,6 +91,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(chain::BL
             if (fetches) await_inputs(ring);
             __syncwarp();
         }
+        if (has_rows) turn += TURNS;
         __syncthreads();
         if (context.sure[parity]) {
             ++progress.step;
@@ -109,5 +111,5 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(chain::BL
             control.frozen = progress.frozen;
         }
     }
-    meet_pair();
+    meet_cluster();
 }

@@ -128,19 +128,21 @@ __device__ __forceinline__ void finish_errors(
 constexpr bool TURNS_AT_ONCE =
     panels(LAYERS) <= GROUPS && panels(LAYERS - 1) <= GROUPS && panels(LAYERS - 1) + 2 <= STAGES && LAYERS > 1;
 
-// The weights of all layers, forward and backward, into the ring, by one thread of each block of the pair; `done` of the
+// The weights of all layers, forward and backward, into the ring, by one thread of each block of the cluster; `done` of the
 // launch are the steps before.
 __device__ __noinline__ Ring stream_weights(Ring ring, u32 done) {
+    constexpr u16 EVERYONE = (1 << CLUSTER) - 1;
     const Buffers& buffers = context.buffers;
-    const u32 rank = rank_in_pair();
+    const int rank = rank_in_cluster();
+    int known = 0;  // layers that are updated
     await_update(LAYERS, done);
     fence_copies();
 #pragma unroll 1
     for (int phase = 0; phase < 2 * LAYERS - 1; ++phase) {
         if (TURNS_AT_ONCE && phase == LAYERS) continue;
         const bool forward = phase < LAYERS;
-        if (forward) {
-            await_update(phase, done);
+        if (forward && known <= phase) {
+            SPIN((known = updated_layers(done)) <= phase);
             fence_copies();
         }
         const Part& part = part_of(forward ? phase : 2 * LAYERS - 1 - phase);
@@ -150,8 +152,10 @@ __device__ __noinline__ Ring stream_weights(Ring ring, u32 done) {
         const i64 next = forward ? part.out * PIECE_BYTES : PIECE_BYTES;
 #pragma unroll 1
         for (int group = 0; group < outer; group += GROUPS) {
-            const int count = outer - group < GROUPS ? outer - group : GROUPS, half = (count + 1) >> 1;
-            const int first = rank ? half : 0, own = rank ? count - half : half;
+            const int count = outer - group < GROUPS ? outer - group : GROUPS;
+            // A block's share of them.
+            const int first = CLUSTER == 4 ? rank : rank * ((count + 1) >> 1);
+            const int own = CLUSTER == 4 ? rank < count : rank ? count >> 1 : (count + 1) >> 1;
             const u8* from = buffers.piece(part.pieces) + (group + first) * apart;
 #pragma unroll 1
             for (int k = 0; k < depth; ++k) {
@@ -159,10 +163,10 @@ __device__ __noinline__ Ring stream_weights(Ring ring, u32 done) {
                 const u32 full = ring.full(ring.stage), at = ring.address() + first * PIECE_BYTES;
                 expect_bytes(full, count * PIECE_BYTES);
                 if (forward) {
-                    if (own) copy_to_pair(at, from, own * PIECE_BYTES, full);
+                    if (own) copy_to(EVERYONE, at, from, own * PIECE_BYTES, full);
                 } else {
-                    if (own) copy_to_pair(at, from, PIECE_BYTES, full);
-                    if (own > 1) copy_to_pair(at + PIECE_BYTES, from + apart, PIECE_BYTES, full);
+                    if (own) copy_to(EVERYONE, at, from, PIECE_BYTES, full);
+                    if (own > 1) copy_to(EVERYONE, at + PIECE_BYTES, from + apart, PIECE_BYTES, full);
                 }
                 from += next;
                 ring.advance();

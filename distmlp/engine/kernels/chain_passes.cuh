@@ -4,38 +4,9 @@
 
 namespace chain {
 
-// Backward with the weights of the last stages of the ring, which their forward products left there: a stage for every panel
-// of inputs.
-__device__ __forceinline__ void multiply_kept(float (&sums)[SUMS], Ring& ring, int panel, u32 from) {
-    constexpr int IN = panels(LAYERS - 1);
-    u32 stage = ring.stage + STAGES - IN + (panel < IN ? panel : 0);
-    if (stage >= STAGES) stage -= STAGES;
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) sums[i] = 0.f;
-#pragma unroll
-    for (int k = 0; k < panels(LAYERS); ++k)
-        multiply_piece<BLOCKS8, false, false>(sums, ring.base + stage * STAGE_BYTES + k * PIECE_BYTES, from + k * PANEL_BYTES);
-    await_products<0>();
-    settle(sums);
-    for (int i = 0; i < IN; ++i) ring.release((ring.stage + STAGES - IN + i) % STAGES);
-}
-
-// Where the chain is: panels of a buffer are multiplied, those of the other one come from it.
-struct Turn {
-    u32 from, to;
-    __device__ __forceinline__ explicit Turn(u32 shared) : from(shared + BUFFERS_AT), to(from + BUFFER_BYTES) {}
-    // By the workers and the warp that copies results to device memory.
-    __device__ __forceinline__ void next() {
-        meet(LAYER_DONE, WORKERS + 32);
-        const u32 last = from;
-        from = to;
-        to = last;
-    }
-};
-
-constexpr int TURNS = ceil_div(most_panels(), GROUPS);  // of the warpgroups over a layer's panels
+constexpr int GROUP_PANELS = ceil_div(most_panels(), GROUPS);  // of a layer, that a warpgroup takes one after the other
 // Layers one after the other in code: every offset a constant, and the signs of ReLU stay in registers.
-constexpr bool UNROLLED = TURNS == 1 && LAYERS <= 6;
+constexpr bool UNROLLED = GROUP_PANELS == 1 && LAYERS <= 6;
 
 // A layer as `Part`, known when it is compiled.
 template <int L>
@@ -46,36 +17,51 @@ struct FixedPart {
     __device__ __forceinline__ FixedPart() : bias((int)ENGINE.layer[L].bias_offset), activation(ENGINE.layer[L].activation) {}
 };
 
-// The workers' part of a chain: all layers forward, the loss, all layers backward.
+// The workers' part of a chain: all layers forward, the loss, all layers backward. Two buffers take turns: one is read, the other
+// one written. Warpgroups wait for each other's panels only where they multiply them: two are ahead of the other two by a
+// part of a layer, so that the tensor cores are busy while activations are computed.
 struct Chain {
     const Place place;
     const RowTable& table;
     Ring ring;
-    Turn turn;
+    u32 turn;      // the number of the next result
+    u32 from, to;  // buffers
     Largest largest;
     float loss;
     u32* const kept_here;
     u32 signs[UNROLLED && BITS ? LAYERS : 1];
 
-    __device__ __forceinline__ Chain(const Ring& ring, int parity)
-        : table(row_table(parity)), ring(ring), turn(ring.base), largest{0, 0}, loss(0.f),
-          kept_here(context.buffers.kept + (i64)blockIdx.x * LAYERS * TURNS * KEPT * WORKERS + threadIdx.x) {}
+    __device__ __forceinline__ Chain(const Ring& ring, u32 turn, int parity)
+        : table(row_table(parity)), ring(ring), turn(turn), from(ring.base + BUFFERS_AT), to(from + BUFFER_BYTES),
+          largest{0, 0}, loss(0.f),
+          kept_here(context.buffers.kept + (i64)blockIdx.x * LAYERS * GROUP_PANELS * KEPT * WORKERS + threadIdx.x) {}
 
-    __device__ __forceinline__ void keep(int l, int turn_of_panels, const u32 (&kept)[KEPT]) {
+    // The warp's part of a result is written.
+    __device__ __forceinline__ void end_turn() {
+        narrow::publish_operands();
+        __syncwarp();
+        if (place.lane == 0) arrive(ring.ready(turn, place.group));
+        ++turn;
+        const u32 last = from;
+        from = to;
+        to = last;
+    }
+
+    __device__ __forceinline__ void keep(int l, int nth, const u32 (&kept)[KEPT]) {
         if (UNROLLED && BITS) {
             signs[l] = kept[0];
             return;
         }
-        u32* to = kept_here + (l * TURNS + turn_of_panels) * KEPT * WORKERS;
+        u32* to = kept_here + (l * GROUP_PANELS + nth) * KEPT * WORKERS;
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) to[i * WORKERS] = kept[i];
     }
-    __device__ __forceinline__ void recall(int l, int turn_of_panels, u32 (&kept)[KEPT]) const {
+    __device__ __forceinline__ void recall(int l, int nth, u32 (&kept)[KEPT]) const {
         if (UNROLLED && BITS) {
             kept[0] = signs[l];
             return;
         }
-        const u32* from = kept_here + (l * TURNS + turn_of_panels) * KEPT * WORKERS;
+        const u32* from = kept_here + (l * GROUP_PANELS + nth) * KEPT * WORKERS;
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) kept[i] = from[i * WORKERS];
     }
@@ -87,6 +73,7 @@ struct Chain {
 #pragma unroll 1
         for (int first = 0; first < part.out; first += GROUPS) {
             const int panel = first + place.group, feature = place.feature(panel);
+            if (l == 0 && first == 0 && place.group >= GROUPS / 2) meet(HEAD_START, WORKERS);
             if (l == 0) ring.await_full();  // biases are there when weights are
             const float* bias = ENGINE.parameters + part.bias;
             const float b0 = feature < part.fan_out ? __ldcg(bias + feature) : 0.f;
@@ -95,14 +82,19 @@ struct Chain {
             u32 pairs[PAIRS];
             multiply<BLOCKS8, true, false>(
                 sums, ring, part.in, !(TURNS_AT_ONCE && output), [&](u32 stage, int) { return stage + own; },
-                [&](u32, int k) { return turn.from + k * PANEL_BYTES; });
+                [&](u32, int k) { return from + k * PANEL_BYTES; },
+                [&](int k) {
+                    if (l > 0) ring.await_ready(turn - 1, k % GROUPS);
+                    else if (first == 0 && k == min(2, part.in - 1) && place.group < GROUPS / 2) arrive(HEAD_START, WORKERS);
+                });
+            if (l > 1) ring.await_copied(turn - 2);
             if (output) {
                 Targets targets;
                 targets.load(place, table, feature);
                 targets.finish(feature);
                 if (LOSS == SOFTMAX_CROSS_ENTROPY)
                     loss += softmax_of_sums(
-                        place, table, feature, b0, b1, targets, sums, (float*)(dynamic_shared + (turn.to - ring.base)));
+                        place, table, feature, b0, b1, targets, sums, (float*)(dynamic_shared + (to - ring.base)));
                 else
                     loss += errors_of_sums(place, table, feature, b0, b1, targets, sums);
                 finish_errors(part, place, panel, panel < part.out, sums, pairs, largest);
@@ -114,16 +106,33 @@ struct Chain {
 #pragma unroll
                     for (int i = 0; i < PAIRS; ++i) largest.activation = larger_pair(largest.activation, pairs[i]);
             }
-            if (panel < part.out) place.store(turn.to, panel, pairs);
+            if (panel < part.out) place.store(to, panel, pairs);
         }
-        narrow::publish_operands();
-        if (!output) turn.next();
+        if (l < TURNS - 1) end_turn();
+    }
+
+    // With the weights of the last stages of the ring, which their forward products left there: a stage for every panel of
+    // inputs.
+    __device__ __forceinline__ void multiply_kept(float (&sums)[SUMS]) {
+        constexpr int IN = panels(LAYERS - 1);
+        u32 stage = ring.stage + STAGES - IN + (place.group < IN ? place.group : 0);
+        if (stage >= STAGES) stage -= STAGES;
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) sums[i] = 0.f;
+#pragma unroll
+        for (int k = 0; k < panels(LAYERS); ++k) {
+            ring.await_ready(turn - 1, k % GROUPS);
+            multiply_piece<BLOCKS8, false, false>(
+                sums, ring.base + stage * STAGE_BYTES + k * PIECE_BYTES, from + k * PANEL_BYTES);
+        }
+        await_products<0>();
+        settle(sums);
+        for (int i = 0; i < IN; ++i) ring.release((ring.stage + STAGES - IN + i) % STAGES);
     }
 
     // From the errors of layer l's outputs to those of its inputs.
     template <class P, class Q>
     __device__ __forceinline__ void backward(int l, const P& part, const Q& below) {
-        turn.next();
         const u32 own = place.group * PIECE_BYTES;
 #pragma unroll 1
         for (int first = 0; first < part.in; first += GROUPS) {
@@ -132,16 +141,17 @@ struct Chain {
             recall(l - 1, first / GROUPS, kept);
             float sums[SUMS];
             if (TURNS_AT_ONCE && l == LAYERS - 1)
-                multiply_kept(sums, ring, place.group, turn.from);
+                multiply_kept(sums);
             else
                 multiply<BLOCKS8, false, false>(
                     sums, ring, part.out, true, [&](u32 stage, int) { return stage + own; },
-                    [&](u32, int k) { return turn.from + k * PANEL_BYTES; });
+                    [&](u32, int k) { return from + k * PANEL_BYTES; }, [&](int k) { ring.await_ready(turn - 1, k % GROUPS); });
             apply_slopes(hidden_kind(below), sums, kept);
             finish_errors(below, place, panel, panel < part.in, sums, pairs, largest);
-            if (panel < part.in) place.store(turn.to, panel, pairs);
+            ring.await_copied(turn - 2);
+            if (panel < part.in) place.store(to, panel, pairs);
         }
-        narrow::publish_operands();
+        if (l > 1) end_turn();
     }
 
     template <int L>
@@ -173,18 +183,23 @@ struct Chain {
         if (place.lane == 0)
             shared<float4>(WARPS_AT)[threadIdx.x >> 5] =
                 make_float4(loss, __uint_as_float(activation), __uint_as_float(error), 0.f);
-        turn.next();
+        end_turn();
     }
 };
 
-__device__ __forceinline__ Ring run_chain(Ring ring, int parity) {
-    Chain chain(ring, parity);
+__device__ __forceinline__ Ring run_chain(Ring ring, u32 turn, int parity) {
+    Chain chain(ring, turn, parity);
     chain.run();
     return chain.ring;
 }
 
-// Blocks with rows of the same part of a batch, by the steps of 64 rows of a part.
-__device__ __forceinline__ int split_of_block(int steps) { return ((blockIdx.x * ROWS / 64 + 1) * SPLITS - 1) / steps; }
+// Counts the block among those of its part of a batch of so many steps of 64 rows, whose errors of layer `l` are written.
+__device__ __forceinline__ void count_block(int l, int steps) {
+    const int step = blockIdx.x * ROWS / 64;
+    if (step >= steps) return;  // a cluster's last blocks may have no rows at all
+    const int split = ((step + 1) * part_of(l).splits - 1) / steps;  // the last one that begins at this step or before
+    count_up(context.buffers.chained + l * MOST_SPLITS + split);
+}
 
 // A block's part of the loss, weights and magnitudes of a batch, by one warp, for all blocks.
 __device__ __forceinline__ void write_record(int parity) {
@@ -202,33 +217,32 @@ __device__ __forceinline__ void write_record(int parity) {
             make_uint4(__float_as_uint(loss), __float_as_uint(weight), activation, error));
 }
 
-// The part of the warp that copies what the workers leave in the buffers to device memory, and tells the other blocks.
-__device__ __noinline__ void store_chain(u32 shared, int rows, u32 done, int parity) {
-    Turn turn(shared);
-    const bool copies = lane_id() == 0;
+// The part of the warp that copies what the workers leave in the buffers to device memory, and tells the other blocks; `first` is
+// the number of the step's first result.
+__device__ __noinline__ void store_chain(Ring ring, int rows, u32 first, u32 done, int parity) {
     const int steps = steps_of_64(rows);
-    const bool counts = (int)(blockIdx.x * ROWS / 64) < steps;  // a pair's second block may have no rows at all
-    u32* const chained = context.buffers.chained + (counts ? split_of_block(steps) : 0);
+    if (lane_id() == 0) {
 #pragma unroll 1
-    for (int phase = 0; phase < 2 * LAYERS - 1; ++phase) {
-        if (copies) await_copies_read();  // the workers may write over it
-        __syncwarp();
-        turn.next();
-        if (!copies) continue;
-        const int l = 2 * LAYERS - 2 - phase;  // backward: its errors are there
-        if (phase < LAYERS - 1) await_update(phase + 1, done);
-        if (phase < LAYERS - 1) copy_panels_out(turn.from, part_of(phase + 1).inputs, part_of(phase).out);
-        else copy_panels_out(turn.from, part_of(l).errors, part_of(l).out);
-        if (phase < LAYERS || !counts) continue;
-        await_copies_out<1>();
-        count_up(chained + (l + 1) * SPLITS);
+        for (int phase = 0; phase < TURNS; ++phase) {
+            const int l = 2 * LAYERS - 2 - phase;  // backward: its errors are there
+            const u32 turn = first + phase, from = ring.base + BUFFERS_AT + (phase & 1 ? 0 : BUFFER_BYTES);
+            if (phase < LAYERS - 1) await_update(phase + 1, done);
+            for (int g = 0; g < GROUPS; ++g) ring.await_ready(turn, g);
+            if (phase < LAYERS - 1) copy_panels_out(from, part_of(phase + 1).inputs, part_of(phase).out);
+            else copy_panels_out(from, part_of(l).errors, part_of(l).out);
+            await_copies_read();
+            arrive(ring.copied(turn));
+            if (phase < LAYERS) continue;
+            await_copies_out<1>();
+            count_block(l + 1, steps);
+        }
     }
     __syncwarp();
     write_record(parity);
-    if (!copies) return;
+    if (lane_id() != 0) return;
     await_copies_out<0>();
-    if (counts) count_up(chained);
-    count_up(context.buffers.chained + LAYERS * SPLITS);
+    count_block(0, steps);
+    count_up(context.buffers.chained + LAYERS * MOST_SPLITS);
 }
 
 }  // namespace chain

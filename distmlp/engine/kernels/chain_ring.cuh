@@ -1,6 +1,6 @@
 // Operands on their way from device memory into a ring of stages in shared memory: bulk copies that arrive at
-// barriers, one warp of a block that asks for them, four warpgroups that multiply. What both blocks of a pair need, one of
-// them copies into both; a stage is filled again once both have multiplied.
+// barriers, one warp of a block that asks for them, four warpgroups that multiply. What several blocks of a cluster need, one of
+// them copies into all; a stage is filled again once all have multiplied.
 #pragma once
 #include "chain_shape.cuh"
 #include "narrow_products.cuh"
@@ -35,7 +35,10 @@ __device__ __forceinline__ bool try_wait(u32 barrier, u32 parity) {
 __device__ __forceinline__ void await(u32 barrier, u32 parity) {
     SPIN(!try_wait(barrier, parity));
 }
-// Arrives at the same barrier of block `rank` of the pair.
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives at the same barrier of block `rank` of the cluster.
 __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
     asm volatile(
         "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(
@@ -49,12 +52,12 @@ __device__ __forceinline__ void copy_in(u32 to, const u8* from, int bytes, u32 b
         "r"(bytes), "r"(barrier)
         : "memory");
 }
-// The same into both blocks of the pair.
-__device__ __forceinline__ void copy_to_pair(u32 to, const u8* from, int bytes, u32 barrier) {
+// The same into all blocks of the cluster that `mask` has.
+__device__ __forceinline__ void copy_to(u16 mask, u32 to, const u8* from, int bytes, u32 barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
             to),
-        "l"(from), "r"(bytes), "r"(barrier), "h"((u16)3)
+        "l"(from), "r"(bytes), "r"(barrier), "h"(mask)
         : "memory");
 }
 __device__ __forceinline__ void copy_out(u8* to, u32 from, int bytes) {
@@ -76,7 +79,7 @@ __device__ __forceinline__ void arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 // Named barriers of a block; 0 is that of __syncthreads.
-enum { LAYER_DONE = 1, TOTALS_KNOWN, HELPERS_MEET, ROWS_MEET, GATHER_MEETS, GROUP_MEETS = 8 };
+enum { HEAD_START = 1, HELPERS_MEET, ROWS_MEET, GATHER_MEETS, GROUP_MEETS = 8 };
 
 // Counters in device memory that blocks wait at: they only grow within a launch.
 __device__ __forceinline__ void count_up(u32* counter) {
@@ -89,19 +92,34 @@ __device__ __forceinline__ u32 load_counter(const u32* counter) {
 }
 __device__ __forceinline__ void await_count(const u32* counter, u32 count) { SPIN(load_counter(counter) < count); }
 
+// How often layer `l`, or the biases, are counted up in a step.
+__device__ __forceinline__ u32 updates_of(int l) {
+    return l == LAYERS ? gridDim.x : part_of(l).in * part_of(l).out * part_of(l).splits;
+}
 // Until layer `l`, or the biases, are updated in the steps of the launch so far, of which `done` there are; what their
 // gradients were made of is needed no more then.
 __device__ __forceinline__ void await_update(int l, u32 done) {
-    const u32 each = l == LAYERS ? gridDim.x : part_of(l).in * part_of(l).out * SPLITS;
-    await_count(context.buffers.updated + l, done * each);
+    await_count(context.buffers.updated + l, done * updates_of(l));
+}
+// How many layers are, from the first one on, without waiting.
+__device__ __forceinline__ int updated_layers(u32 done) {
+    u32 count[LAYERS];
+#pragma unroll
+    for (int l = 0; l < LAYERS; ++l)
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(count[l]) : "l"(context.buffers.updated + l) : "memory");
+    int known = 0;
+#pragma unroll
+    for (int l = 0; l < LAYERS; ++l) known += known == l && count[l] >= done * updates_of(l);
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    return known;
 }
 
-__device__ __forceinline__ u32 rank_in_pair() {
+__device__ __forceinline__ u32 rank_in_cluster() {
     u32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-__device__ __forceinline__ void meet_pair() {
+__device__ __forceinline__ void meet_cluster() {
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
@@ -114,13 +132,25 @@ struct Ring {
     __device__ __forceinline__ u32 full(u32 i) const { return base + BARRIERS_AT + 8 * i; }
     __device__ __forceinline__ u32 empty(u32 i) const { return base + BARRIERS_AT + 8 * STAGES + 8 * i; }
     __device__ __forceinline__ u32 inputs() const { return base + INPUTS_BARRIER_AT; }
+    __device__ __forceinline__ u32 totals() const { return base + TOTALS_BARRIER_AT; }
+    // Results of a block, all its steps counted through: that a warpgroup has written its panels of one, and that it has
+    // been copied out. Those of a turn and the next but one share barriers: none comes before the other is awaited.
+    __device__ __forceinline__ u32 ready(u32 turn, int group) const { return base + READY_AT + 8 * ((turn & 1) * GROUPS + group); }
+    __device__ __forceinline__ u32 copied(u32 turn) const { return base + COPIED_AT + 8 * (turn & 1); }
+    __device__ __forceinline__ void await_ready(u32 turn, int group) const { await(ready(turn, group), turn >> 1 & 1); }
+    __device__ __forceinline__ void await_copied(u32 turn) const { await(copied(turn), turn >> 1 & 1); }
     __device__ __forceinline__ u32 address() const { return base + stage * STAGE_BYTES; }
     __device__ __forceinline__ void init() const {
         for (int i = 0; i < STAGES; ++i) {
             init_barrier(full(i), 1);
-            init_barrier(empty(i), GROUPS * PAIR);
+            init_barrier(empty(i), GROUPS * CLUSTER);
         }
         init_barrier(inputs(), 1);
+        init_barrier(totals(), 1);
+        for (int t = 0; t < 2; ++t) {
+            init_barrier(copied(t), 1);
+            for (int g = 0; g < GROUPS; ++g) init_barrier(ready(t, g), 4);  // warps
+        }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __device__ __forceinline__ void advance() {
@@ -133,7 +163,7 @@ struct Ring {
     __device__ __forceinline__ void await_empty() const { await(empty(stage), parity ^ 1); }
     // By all threads of a warpgroup that has multiplied.
     __device__ __forceinline__ void release(u32 i) const {
-        if ((threadIdx.x & 127) < PAIR) arrive_at(empty(i), threadIdx.x & 127);
+        if ((threadIdx.x & 127) < CLUSTER) arrive_at(empty(i), threadIdx.x & 127);
     }
 };
 
@@ -163,15 +193,17 @@ __device__ __forceinline__ void multiply_piece(float (&sums)[4 * BLOCKS], u32 a,
 #endif
 }
 
-// sums = A B over `depth` stages. `a` and `b` give an operand of a stage: (address of the stage, number) -> address.
-template <int BLOCKS, bool OUTER_A, bool OUTER_B, class A, class B>
+// sums = A B over `depth` stages. `a` and `b` give an operand of a stage: (address of the stage, number) -> address;
+// `prepare` is called before each.
+template <int BLOCKS, bool OUTER_A, bool OUTER_B, class A, class B, class Prepare>
 __device__ __forceinline__ void multiply(
-    float (&sums)[4 * BLOCKS], Ring& ring, int depth, bool release, const A& a, const B& b) {
+    float (&sums)[4 * BLOCKS], Ring& ring, int depth, bool release, const A& a, const B& b, const Prepare& prepare) {
 #pragma unroll
     for (int i = 0; i < 4 * BLOCKS; ++i) sums[i] = 0.f;
     u32 last = 0;
 #pragma unroll 1
     for (int k = 0; k < depth; ++k) {
+        prepare(k);
         ring.await_full();
         multiply_piece<BLOCKS, OUTER_A, OUTER_B>(sums, a(ring.address(), k), b(ring.address(), k));
         if (k > 0) {

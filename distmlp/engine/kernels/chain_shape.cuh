@@ -3,9 +3,11 @@
 // Macros (from plan_chain.py):
 //   WIDTHS               all widths, comma separated
 //   CHAIN_ROWS           rows of a block: 16, 32 or 64
+//   CHAIN_CLUSTER        blocks of a cluster: 2 or 4
 //   CHAIN_STAGES         of the ring of operands in shared memory
-//   CHAIN_TILES          gradient tiles of all layers, each of a pair of blocks
+//   CHAIN_TILES          gradient tiles of all layers, each of a cluster
 //   CHAIN_SPLITS         parts of the batch that a tile is summed in
+//   CHAIN_FIRST_SPLITS   the same for the first layer, whose errors are known last and whose weights are needed first
 //   CHAIN_DEPTH          steps of 64 rows in the buffers
 //   CHAIN_MEAN           whether the average of the parameters is kept
 //   CHAIN_SHARED_BYTES   dynamic shared memory
@@ -23,8 +25,11 @@ namespace chain {
 using network::LAYERS;
 using network::width;
 
-constexpr int ROWS = CHAIN_ROWS, STAGES = CHAIN_STAGES, SPLITS = CHAIN_SPLITS, DEPTH = CHAIN_DEPTH;
-constexpr int PAIR = 2;     // blocks of a cluster: what one copies of weights, the other gets as well
+constexpr int ROWS = CHAIN_ROWS, STAGES = CHAIN_STAGES, DEPTH = CHAIN_DEPTH;
+constexpr int SPLITS = CHAIN_SPLITS, FIRST_SPLITS = CHAIN_FIRST_SPLITS, MOST_SPLITS = FIRST_SPLITS;
+static_assert(FIRST_SPLITS >= SPLITS, "so that it is the most");
+constexpr int CLUSTER = CHAIN_CLUSTER;  // blocks that get what one of them copies: 2 or 4
+constexpr bool SQUARE = CLUSTER == 4;
 constexpr int GROUPS = 4;   // warpgroups that multiply
 constexpr int WORKERS = 128 * GROUPS;
 constexpr int BLOCK_THREADS = WORKERS + 128;  // then a warp that copies, then three that help
@@ -43,19 +48,29 @@ SHAPE_FN int most_panels() {
 }
 SHAPE_FN int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Gradient tiles of a layer: 256 inputs by 128 outputs, or the other way round; each block of the pair takes a half of
-// the longer side.
+// Gradient tiles of a layer: four blocks take 256 inputs by 256 outputs; two take 256 inputs by 128 outputs, or the other
+// way round, a half of the longer side each.
 SHAPE_FN bool along_outputs(int l) {
     return ceil_div(panels(l), 2) * ceil_div(panels(l + 1), 4) < ceil_div(panels(l), 4) * ceil_div(panels(l + 1), 2);
 }
-SHAPE_FN int tiles_across(int l) { return ceil_div(panels(l + 1), along_outputs(l) ? 4 : 2); }
-SHAPE_FN int tiles_of(int l) { return tiles_across(l) * ceil_div(panels(l), along_outputs(l) ? 2 : 4); }
+SHAPE_FN int tiles_across(int l) { return ceil_div(panels(l + 1), SQUARE || along_outputs(l) ? 4 : 2); }
+SHAPE_FN int tiles_of(int l) {
+    return tiles_across(l) * ceil_div(panels(l), !SQUARE && along_outputs(l) ? 2 : 4);
+}
 SHAPE_FN int first_tile(int l) {
     int at = 0;
     for (int i = 0; i < l; ++i) at += tiles_of(i);
     return at;
 }
 constexpr int TILES = first_tile(LAYERS);
+SHAPE_FN int splits(int l) { return l == 0 ? FIRST_SPLITS : SPLITS; }
+// A unit is a tile and a part of the batch.
+SHAPE_FN int first_unit(int l) {
+    int at = 0;
+    for (int i = 0; i < l; ++i) at += tiles_of(i) * splits(i);
+    return at;
+}
+constexpr int UNITS = first_unit(LAYERS);
 static_assert(TILES == CHAIN_TILES, "as plan_chain.py");
 
 // In pieces: weights of layers, (panels of inputs, panels of outputs); then inputs of layers and errors of their
@@ -78,14 +93,16 @@ SHAPE_FN int first_feature(int l) {  // of a layer's outputs among those of all
     for (int i = 0; i < l; ++i) at += 64 * panels(i + 1);
     return at;
 }
-constexpr int ARRIVALS = TILES * PAIR * GROUPS, COUNTERS = ARRIVALS + LAYERS * SPLITS + 1 + LAYERS + 1;
+constexpr int ARRIVALS = TILES * CLUSTER * GROUPS, COUNTERS = ARRIVALS + LAYERS * MOST_SPLITS + 1 + LAYERS + 1;
+constexpr int TURNS = 2 * LAYERS - 1;  // results of a block in a step: outputs of hidden layers, and errors
 constexpr int FEATURES = first_feature(LAYERS);
 
 constexpr int BUFFER_BYTES = most_panels() * PANEL_BYTES;
 constexpr int BUFFERS_AT = STAGES * STAGE_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + 2 * BUFFER_BYTES;
-constexpr int INPUTS_BARRIER_AT = BARRIERS_AT + 2 * STAGES * 8;
-constexpr int ROWS_AT = INPUTS_BARRIER_AT + 16;         // (2,) tables of rows, of this step and the next
+constexpr int INPUTS_BARRIER_AT = BARRIERS_AT + 2 * STAGES * 8, TOTALS_BARRIER_AT = INPUTS_BARRIER_AT + 8;
+constexpr int COPIED_AT = TOTALS_BARRIER_AT + 8, READY_AT = COPIED_AT + 2 * 8;  // barriers (2,) and (2, GROUPS)
+constexpr int ROWS_AT = READY_AT + 2 * GROUPS * 8;  // (2,) tables of rows, of this step and the next
 constexpr int WARPS_AT = ROWS_AT + 2 * ROWS * 12;       // (warps,) float4: loss, magnitudes
 constexpr int TABLE_AT = WARPS_AT + BLOCK_THREADS / 32 * 16;
 
@@ -108,6 +125,7 @@ struct Part {  // of the table: a layer
     int pieces, inputs, errors;    // first ones
     int activation;
     int first_tile, across, along_outputs;
+    int splits, first_unit;
     int feature;
 };
 constexpr int SHARED_BYTES = TABLE_AT + LAYERS * (int)sizeof(Part);
@@ -119,9 +137,9 @@ struct Buffers {
     u32* kept;           // what slopes are told from, (blocks, layers, panels / 4, words, WORKERS)
     float* column_sums;  // of errors, (FEATURES, blocks)
     uint4* records;      // (blocks,): loss, weight, largest magnitude of activations and of errors
-    float4* partials;    // (tiles, PAIR, GROUPS, splits, 8, 128)
-    u32* arrivals;       // of splits, (tiles, PAIR, GROUPS)
-    u32* chained;        // blocks whose errors of a layer are written, (layers, splits); behind it, blocks that are done
+    float4* partials;    // (tiles, CLUSTER, GROUPS, splits, 8, 128), with as many splits as the layer has
+    u32* arrivals;       // of splits, (tiles, CLUSTER, GROUPS)
+    u32* chained;        // blocks whose errors of a layer are written, (layers, most splits); behind it, blocks that are done
     u32* updated;        // (layers + 1,): warpgroups done with weights of a layer, blocks done with biases
 
     __device__ __forceinline__ u8* piece(int i) const { return pieces + (i64)i * PIECE_BYTES; }
@@ -152,7 +170,7 @@ __device__ __noinline__ void fill_table() {
         shared<Part>(TABLE_AT)[l] = Part{
             width(l), width(l + 1), panels(l), panels(l + 1), (int)layer.bias_offset, (int)layer.weight_offset,
             weight_piece(l), input_piece(l), error_piece(l), layer.activation, first_tile(l), tiles_across(l),
-            along_outputs(l), first_feature(l)};
+            along_outputs(l), splits(l), first_unit(l), first_feature(l)};
     }
 }
 
@@ -160,8 +178,6 @@ __device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x >> 5; }
 // Steps of 64 rows of a batch, and blocks that have rows of them.
 __device__ __forceinline__ int steps_of_64(int rows) { return (rows + 63) / 64; }
-__device__ __forceinline__ int blocks_at_work(int rows) { return ceil_div(steps_of_64(rows) * (64 / ROWS), PAIR) * PAIR; }
-// Part `split` of a batch begins with this step.
-__device__ __forceinline__ int split_begin(int steps, int split) { return steps * split / SPLITS; }
+__device__ __forceinline__ int blocks_at_work(int rows) { return ceil_div(steps_of_64(rows) * (64 / ROWS), CLUSTER) * CLUSTER; }
 
 }  // namespace chain

@@ -37,7 +37,7 @@ __device__ __forceinline__ Totals collect(int rows) {
 // Until all blocks with rows of this step are done with them, by one thread.
 __device__ __noinline__ void await_all(int rows) {
     context.blocks += blocks_at_work(rows);
-    await_count(context.buffers.chained + LAYERS * SPLITS, context.blocks);
+    await_count(context.buffers.chained + LAYERS * MOST_SPLITS, context.blocks);
 }
 
 // What is to be known before the update, by one warp.
