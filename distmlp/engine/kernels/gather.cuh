@@ -118,5 +118,5 @@ __device__ __noinline__ void gather_rows(const Raw& raw, i64 first, int rows, co
             if (raw.weights) batch.weights[r] = raw.weights[row];
         }
     }
-    if (largest) warp_largest(largest, seen);
+    if (largest) block_largest(largest, seen);
 }
