@@ -112,13 +112,14 @@ class Head:
 
     outputs: int
     rows: int  # of a warp at a time
+    kept: int  # chunks of 128 inputs that stay in registers, 0 where they are too many
 
     @property
     def block_rows(self) -> int:
         return 8 * self.rows
 
     def macros(self) -> dict[str, str]:
-        return {"HEAD_OUTPUTS": str(self.outputs), "HEAD_ROWS": str(self.rows)}
+        return {"HEAD_OUTPUTS": str(self.outputs), "HEAD_ROWS": str(self.rows), "HEAD_KEPT": str(self.kept)}
 
 
 def choose_head(layers: Sequence[tuple[int, int]], rows: int, blocks: int, shared_bytes: int) -> Head | None:
@@ -127,7 +128,8 @@ def choose_head(layers: Sequence[tuple[int, int]], rows: int, blocks: int, share
     if len(layers) < 2 or outputs > HEAD_OUTPUTS or (outputs + 8) * aligned(fan_in, 128) * 4 > shared_bytes:
         return None
     each = next((n for n in (1, 2, 4) if rows <= 8 * n * blocks), 0)  # more rows are left to tensor cores
-    return Head(outputs, each) if each else None
+    chunks = -(-fan_in // 128)
+    return Head(outputs, each, chunks if chunks * each <= 8 else 0) if each else None
 
 
 # Clocks of a multiprocessor, fitted to an H200: multiply-adds a clock of the main loops, what a stage costs besides,

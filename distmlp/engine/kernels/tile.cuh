@@ -49,6 +49,11 @@ struct Staged {
     }
 };
 
+#ifndef UPDATE_AHEAD
+#define UPDATE_AHEAD 4
+#endif
+__host__ __device__ constexpr int divisor(int n, int most) { return n % most == 0 ? most : divisor(n, most - 1); }
+
 // The results of a tile in shared memory, whatever main loop they came from. A thread keeps to four neighbouring
 // columns, so that what belongs to columns stays in its registers; a warp reads and writes whole rows.
 template <int M_, int N_>
@@ -87,7 +92,7 @@ struct OutputTile {
     template <class Prepare, class Finish>
     static __device__ __forceinline__ void for_each_quad(const float* tile, const Prepare& prepare, const Finish& finish) {
         constexpr int ITEMS = (M * QUADS + THREADS - 1) / THREADS;
-        constexpr int STEP = ITEMS % 4 == 0 ? 4 : ITEMS % 3 == 0 ? 3 : 1;
+        constexpr int STEP = divisor(ITEMS, UPDATE_AHEAD);
 #pragma unroll 1
         for (int first = threadIdx.x; first < ITEMS * THREADS; first += STEP * THREADS) {
             decltype(prepare(0, 0)) known[STEP];
@@ -220,8 +225,10 @@ struct Product {
 
     // The main loop, as `for_each_tile` drives it.
     static __device__ __forceinline__ Element* stages(void* shared) { return (Element*)shared; }
-    static __device__ __forceinline__ void fetch(const TileWork& work, int k, Element* stage) {
+    static __device__ __forceinline__ void fetch_a(const TileWork& work, int k, Element* stage) {
         StageA::load(stage, work.a, A_ROWS_M ? work.m0 : k, A_ROWS_M ? k : work.m0);
+    }
+    static __device__ __forceinline__ void fetch_b(const TileWork& work, int k, Element* stage) {
         StageB::load(stage + StageA::SIZE, work.b, B_ROWS_K ? k : work.n0, B_ROWS_K ? work.n0 : k);
     }
     __device__ __forceinline__ void begin() {
@@ -378,18 +385,33 @@ struct Product {
 #endif
 };
 
+// Asks for B of the first stages of this block's first tile, where it is there before A is: see for_each_tile.
+template <class P, class Work>
+__device__ __forceinline__ void fetch_ahead(void* shared, const Work& work) {
+    TileWork tile;
+    if (!work(0, tile)) return;
+#pragma unroll 1
+    for (int s = 0; s < P::AHEAD && s < tile.steps; ++s)
+        P::fetch_b(tile, tile.k + s * P::DEPTH, P::stages(shared) + s * P::STAGE);
+}
+
 // Computes this block's tiles one after another: work(i, tile) describes the i-th, false behind the last;
 // begin(i, tile) may ask for what finishing needs while the product runs; finish(i, tile, product) takes its results.
 // Where the output tile lies apart from the stages, those of later tiles are fetched while a tile is finished.
+// `fetched`: so is what fetch_ahead asks for.
 template <class P, class Work, class Begin, class Finish>
 __device__ __forceinline__ void for_each_tile(
-    void* shared, const Work& work, const Begin& begin, const Finish& finish) {
+    void* shared, const Work& work, bool fetched, const Begin& begin, const Finish& finish) {
     Element* stages = P::stages(shared);
     TileWork ahead, tile;
     int next = 0, next_step = 0, fill = 0, use = 0;
     bool more = work(0, ahead);
-    const auto fetch = [&] {
-        if (more && next_step < ahead.steps) P::fetch(ahead, ahead.k + next_step++ * P::DEPTH, stages + fill * P::STAGE);
+    const auto fetch = [&](bool with_b) {
+        if (more && next_step < ahead.steps) {
+            const int k = ahead.k + next_step++ * P::DEPTH;
+            P::fetch_a(ahead, k, stages + fill * P::STAGE);
+            if (with_b) P::fetch_b(ahead, k, stages + fill * P::STAGE);
+        }
         copy_commit();
         fill = fill + 1 == P::STAGES ? 0 : fill + 1;
     };
@@ -406,7 +428,7 @@ __device__ __forceinline__ void for_each_tile(
 #pragma unroll 1
             for (int s = 0; s < P::AHEAD; ++s) {
                 advance(i);
-                fetch();
+                fetch(!fetched || next > 0);
             }
         }
         P product;
@@ -420,7 +442,7 @@ __device__ __forceinline__ void for_each_tile(
             __syncthreads();
             const Element* stage = stages + use * P::STAGE;
             product.start(stage);
-            fetch();
+            fetch(true);
             product.settle(stage);
             advance(i);
             use = use + 1 == P::STAGES ? 0 : use + 1;

@@ -82,8 +82,10 @@ struct WarpgroupProduct : Product<S, A_ROWS_M, B_ROWS_K> {
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
     }
     __device__ __forceinline__ void end() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-    static __device__ __forceinline__ void fetch(const TileWork& work, int k, Element* stage) {
+    static __device__ __forceinline__ void fetch_a(const TileWork& work, int k, Element* stage) {
         StageA::load(stage, work.a, A_ROWS_M ? work.m0 : k, A_ROWS_M ? k : work.m0);
+    }
+    static __device__ __forceinline__ void fetch_b(const TileWork& work, int k, Element* stage) {
         StageB::load(stage + StageA::SIZE, work.b, B_ROWS_K ? k : work.n0, B_ROWS_K ? work.n0 : k);
     }
 

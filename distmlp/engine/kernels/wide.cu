@@ -52,39 +52,50 @@ __device__ __forceinline__ void train_step(
     if (blockIdx.x == gridDim.x - 1) sum_weights(batch, rows, flags);
 
     for (int l = 0; l < last; ++l) {
-        forward_hidden(l, batch, ENGINE.parameters, rows, &flags);
+        forward_hidden(l, batch, ENGINE.parameters, rows, FETCH_AHEAD && l > 0, &flags);
         barrier.arrive();  // and while others are waited for:
         if (l == 0 && threadIdx.x == 32) set_hyper(hyper, info.rate, 0.f, progress.step + 1);  // slow, in float64
+        if (FETCH_AHEAD && l + 1 < last) fetch_ahead<Forward>(dynamic_shared, ForwardWork<Forward>(l + 1, batch, rows));
 #if HEAD_OUTPUTS
-        if (l == last - 1) load_head(rows);
+        if (l == last - 1) load_head(raw, info);
 #endif
         barrier.await();
     }
 #if HEAD_OUTPUTS
     head(raw, info, batch, flags);
-    barrier.wait();
-    for (int l = last - 1; l > 0; --l) {
 #else
     forward_output(raw, info, batch, flags);
-    barrier.wait();
     if (softmax_apart()) {
+        barrier.wait();
         softmax_rows(raw, info, batch, flags);
-        barrier.wait();
     }
-    for (int l = last; l > 0; --l) {
 #endif
+    barrier.arrive();
+    const int top = HEAD_OUTPUTS ? last - 1 : last;  // of those whose errors go down layer by layer
+    for (int l = top; l > 0; --l) {
+        if (FETCH_AHEAD) fetch_ahead<Backward>(dynamic_shared, BackwardWork{LAYER(l), rows});
+        barrier.await();
         backward(l, rows, flags);
-        barrier.wait();
+        barrier.arrive();
     }
 
-    const bool direct = may_update_directly() && surely_finite(flags, flags.output[0], flags.weight, rows);
-    if (direct) {
-        ++progress.step;
-        if (last == 0 && threadIdx.x == 0) set_hyper(hyper, info.rate, 0.f, progress.step);
-        if (threadIdx.x == 0) hyper.scale = 1.f / flags.weight;
-        __syncthreads();
-    }
-    gradients(batch, rows, direct, hyper);
+    // Whether gradients may be applied at once is known when all errors are.
+    bool decided = false, direct = false;
+    const auto decide = [&] {
+        if (decided) return direct;
+        decided = true;
+        barrier.await();
+        direct = may_update_directly() && surely_finite(flags, flags.output[0], flags.weight, rows);
+        if (direct) {
+            ++progress.step;
+            if (last == 0 && threadIdx.x == 0) set_hyper(hyper, info.rate, 0.f, progress.step);
+            if (threadIdx.x == 0) hyper.scale = 1.f / flags.weight;
+            __syncthreads();
+        }
+        return direct;
+    };
+    if (top <= 0) decide();
+    gradients(batch, rows, decide, hyper);
     if (blockIdx.x == 0) finish_loss(s, rows, flags.weight);
     if (s + 1 < end) {
         const StepInfo following = ENGINE.steps[s + 1];
@@ -156,12 +167,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) forward_rows(
     barrier.wait();
     const int last = ENGINE.layers - 1;
     for (int l = 0; l < last; ++l) {
-        forward_hidden(l, batch, flat, rows, nullptr);
+        forward_hidden(l, batch, flat, rows, false, nullptr);
         barrier.wait();
     }
     const Layer& layer = LAYER(last);
     typedef ForwardOutput::Output Output;
-    forward_tiles<ForwardOutput>(last, batch, flat, rows, [&](int, int m0, int n0, const Columns& columns) {
+    forward_tiles<ForwardOutput>(last, batch, flat, rows, false, [&](int, int m0, int n0, const Columns& columns) {
         Output::for_each_row(output_tile<ForwardOutput>(), [&](int r, const float4& v) {
             network_output(layer, columns, out, rows, m0 + r, v);
         });

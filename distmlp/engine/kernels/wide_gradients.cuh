@@ -2,6 +2,9 @@
 #pragma once
 #include "magnitudes.cuh"
 #include "wide_head.cuh"
+#ifndef BIASES_APART
+#define BIASES_APART 1
+#endif
 
 // Adds the splits of a weight-gradient tile in their order; true in the block that came last, which then holds the sum.
 __device__ __forceinline__ bool add_splits(Gradient& product, const Layer& layer, int tile, int split) {
@@ -62,7 +65,10 @@ __device__ __forceinline__ int layer_of_task(int task) {
     return l;
 }
 
-__device__ PHASE void weight_gradients(const Batch& batch, int rows, bool direct, const Hyper& h) {
+// Errors of all layers but the lowest are known; the main loop of their tiles need not wait for the others.
+template <class Decide>
+__device__ PHASE void weight_gradients(const Batch& batch, int rows, const Decide& decide, const Hyper& h) {
+    if (layer_of_task(blockIdx.x) == 0) decide();
     const int stages = ceil_div(rows, Gradient::DEPTH);
     const auto work = [&](int i, TileWork& w) {
         const int task = blockIdx.x + i * gridDim.x;
@@ -80,11 +86,12 @@ __device__ PHASE void weight_gradients(const Batch& batch, int rows, bool direct
         return true;
     };
     const auto begin = [](int, const TileWork&) {};
-    for_each_tile<Gradient>(dynamic_shared, work, begin, [&](int i, const TileWork& w, Gradient& product) {
+    for_each_tile<Gradient>(dynamic_shared, work, false, begin, [&](int i, const TileWork& w, Gradient& product) {
         const int task = blockIdx.x + i * gridDim.x;
         const Layer& layer = LAYER(layer_of_task(task));
         const int own = task - layer.first_task;
         product.add_slices(output_tile<Gradient>());
+        const bool direct = decide();
         if (layer.splits > 1 && !add_splits(product, layer, own / layer.splits, own % layer.splits)) return;
         product.for_each_summed_part(output_tile<Gradient>(), [&](int part) {
             finish_weights(layer, w.m0, w.n0 + part * Gradient::Output::N, direct, h);
@@ -112,8 +119,39 @@ __device__ __forceinline__ void bias_task(int l, int task, int rows, bool direct
     __syncthreads();
 }
 
-__device__ __forceinline__ void gradients(const Batch& batch, int rows, bool direct, const Hyper& h) {
-    weight_gradients(batch, rows, direct, h);
+// The same of as many biases as a warp has lanes, by a warp.
+__device__ __forceinline__ void bias_task_of_warp(int l, int task, int rows, bool direct, const Hyper& h) {
+    const Layer& layer = LAYER(l);
+    const int parts = column_parts(l, rows), c = task * 32 + (threadIdx.x & 31);
+    if (c >= layer.fan_out) return;
+    float sum = 0.f;
+#pragma unroll 16
+    for (int part = 0; part < parts; ++part) sum += layer.column_sums[(i64)part * layer.ld_out + c];
+    if (direct) update_parameter(h, layer.bias_offset + c, sum);
+    else ENGINE.gradient[layer.bias_offset + c] = sum;
+}
+
+// By the blocks that have no tile in the last round, where these are many enough; else true.
+__device__ __forceinline__ bool biases_are_left(int rows, bool direct, const Hyper& h) {
+    const int busy = ENGINE.gradient_tasks % gridDim.x, warps = (gridDim.x - busy) * (THREADS / 32);
+    int tasks = 0;
+    for (int l = 0; l < ENGINE.layers; ++l) tasks += ceil_div(LAYER(l).fan_out, 32);
+    if (busy == 0 || tasks > 4 * warps) return true;
+    if (blockIdx.x < busy) return false;
+    int task = (blockIdx.x - busy) * (THREADS / 32) + (threadIdx.x >> 5);
+    for (int l = ENGINE.layers - 1; l >= 0; --l) {  // those of most parts first
+        const int own = ceil_div(LAYER(l).fan_out, 32);
+        for (; task < own; task += warps) bias_task_of_warp(l, task, rows, direct, h);
+        task -= own;
+    }
+    return false;
+}
+
+template <class Decide>
+__device__ __forceinline__ void gradients(const Batch& batch, int rows, const Decide& decide, const Hyper& h) {
+    weight_gradients(batch, rows, decide, h);
+    const bool direct = decide();
+    if (BIASES_APART && !biases_are_left(rows, direct, h)) return;
     for (int l = 0, before = 0; l < ENGINE.layers; ++l) {  // the last blocks take them first
         const int tasks = ceil_div(LAYER(l).fan_out, BIAS_COLUMNS);
         for (int task = (blockIdx.x + before) % gridDim.x; task < tasks; task += gridDim.x)

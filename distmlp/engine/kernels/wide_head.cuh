@@ -6,7 +6,13 @@
 #define HEAD_CHUNK 128                                  // columns of a row that a warp takes at a time, a quad a lane
 #define HEAD_AHEAD (HEAD_ROWS < 4 ? 4 / HEAD_ROWS : 1)  // chunks whose loads are under way at once
 
+#ifndef HEAD_KEPT  // chunks of a row that are kept in registers from forward to backward, 0 where they are too many
+#define HEAD_KEPT 0
+#endif
+
 #if HEAD_OUTPUTS
+__shared__ float head_errors[HEAD_TILE][HEAD_OUTPUTS];  // and before them, for the block's first rows, what is wanted
+
 // Shared memory: the weights as float, an output after the other, and the warps' sums of errors; both padded with
 // zeros to whole chunks. plan.py reckons the same.
 struct Head {
@@ -19,6 +25,7 @@ struct Head {
           sums(weight + HEAD_OUTPUTS * width) {}
 
     __device__ __forceinline__ void load(const Layer& layer) const {
+#pragma unroll 4
         for (int k = threadIdx.x; k < width; k += THREADS) {
             const Element* from = layer.weight + (i64)k * layer.ld_out;
 #pragma unroll
@@ -78,9 +85,34 @@ __device__ __forceinline__ float head_rows(
 #pragma unroll
     for (int i = 0; i < HEAD_ROWS; ++i)
         if (LOSS != SOFTMAX_CROSS_ENTROPY && mine && i < rows)
-            target[i] = raw.targets[raw_row(raw, info.first, r0 + i) * layer.fan_out + lane];
+            target[i] = r0 < (blockIdx.x + 1) * HEAD_TILE
+                            ? errors[i][lane]
+                            : raw.targets[raw_row(raw, info.first, r0 + i) * layer.fan_out + lane];
     const Element* input = below.output + (i64)r0 * ld;
+    const int kind = hidden_activation(below);
+    Element* to = below.error + (i64)r0 * ld;
+    const Element* slopes = stores_slope(kind) ? to : input;
     float output[HEAD_ROWS][HEAD_OUTPUTS] = {};
+#if HEAD_KEPT
+    FourElements inputs[HEAD_KEPT][HEAD_ROWS], kept[HEAD_KEPT][HEAD_ROWS];
+#pragma unroll
+    for (int a = 0; a < HEAD_KEPT; ++a)
+#pragma unroll
+        for (int i = 0; i < HEAD_ROWS; ++i) {
+            const i64 at = (i64)i * ld + own + a * HEAD_CHUNK;
+            const bool exists = own + a * HEAD_CHUNK < ld && i < rows;
+            inputs[a][i] = exists ? *(const FourElements*)(input + at) : FourElements();
+            kept[a][i] = !stores_slope(kind) ? inputs[a][i] : exists ? *(const FourElements*)(to + at) : FourElements();
+        }
+#pragma unroll
+    for (int a = 0; a < HEAD_KEPT; ++a)
+#pragma unroll
+        for (int o = 0; o < HEAD_OUTPUTS; ++o) {
+            const float4 weight = head.quad(o, own + a * HEAD_CHUNK);
+#pragma unroll
+            for (int i = 0; i < HEAD_ROWS; ++i) output[i][o] = dot(widen(inputs[a][i]), weight, output[i][o]);
+        }
+#else
     for (int c0 = own; c0 < head.width; c0 += HEAD_AHEAD * HEAD_CHUNK) {
         float4 known[HEAD_AHEAD][HEAD_ROWS];
 #pragma unroll
@@ -100,6 +132,7 @@ __device__ __forceinline__ float head_rows(
             }
         }
     }
+#endif
     float loss = 0.f;
     float error[HEAD_ROWS][HEAD_OUTPUTS];
 #pragma unroll
@@ -116,9 +149,40 @@ __device__ __forceinline__ float head_rows(
 #pragma unroll
         for (int o = 0; o < HEAD_OUTPUTS; ++o) error[i][o] = errors[i][o];
     }
-    const int kind = hidden_activation(below);
-    Element* to = below.error + (i64)r0 * ld;
-    const Element* slopes = stores_slope(kind) ? to : input;
+    const auto finish = [&](int c, const float4 (&known)[HEAD_ROWS]) {
+        float4 whole[HEAD_ROWS], sum = zeros();
+#pragma unroll
+        for (int i = 0; i < HEAD_ROWS; ++i) whole[i] = zeros();
+#pragma unroll
+        for (int o = 0; o < HEAD_OUTPUTS; ++o) {
+            const float4 weight = head.quad(o, c);
+#pragma unroll
+            for (int i = 0; i < HEAD_ROWS; ++i) add_scaled(whole[i], error[i][o], weight);
+        }
+#pragma unroll
+        for (int i = 0; i < HEAD_ROWS; ++i) {
+            if (i >= rows || c >= ld) break;
+            float4& v = whole[i];
+            const auto slope = [&](float& x, int k) {  // weights of columns that pad are zero
+                const float y = part(known[i], k);
+                if (c + k < below.fan_out) x *= stores_slope(kind) ? y : slope_of_output(kind, y);
+            };
+            EACH_OF_FOUR(slope);
+            store_quad(to + (i64)i * ld + c, v);
+            largest_below = max(largest_below, magnitude_bits(v));
+            add_to(sum, v);
+        }
+        add_to(*(float4*)(sums + c), sum);
+    };
+#if HEAD_KEPT
+#pragma unroll
+    for (int a = 0; a < HEAD_KEPT; ++a) {
+        float4 known[HEAD_ROWS];
+#pragma unroll
+        for (int i = 0; i < HEAD_ROWS; ++i) known[i] = widen(kept[a][i]);
+        finish(own + a * HEAD_CHUNK, known);
+    }
+#else
     for (int c0 = own; c0 < head.width; c0 += HEAD_AHEAD * HEAD_CHUNK) {
         float4 known[HEAD_AHEAD][HEAD_ROWS];
 #pragma unroll
@@ -130,44 +194,29 @@ __device__ __forceinline__ float head_rows(
 #pragma unroll
         for (int a = 0; a < HEAD_AHEAD; ++a) {
             const int c = c0 + a * HEAD_CHUNK;
-            if (c >= head.width) break;
-            float4 whole[HEAD_ROWS], sum = zeros();
-#pragma unroll
-            for (int i = 0; i < HEAD_ROWS; ++i) whole[i] = zeros();
-#pragma unroll
-            for (int o = 0; o < HEAD_OUTPUTS; ++o) {
-                const float4 weight = head.quad(o, c);
-#pragma unroll
-                for (int i = 0; i < HEAD_ROWS; ++i) add_scaled(whole[i], error[i][o], weight);
-            }
-#pragma unroll
-            for (int i = 0; i < HEAD_ROWS; ++i) {
-                if (i >= rows || c >= ld) break;
-                float4& v = whole[i];
-                const auto slope = [&](float& x, int k) {  // weights of columns that pad are zero
-                    const float y = part(known[a][i], k);
-                    if (c + k < below.fan_out) x *= stores_slope(kind) ? y : slope_of_output(kind, y);
-                };
-                EACH_OF_FOUR(slope);
-                store_quad(to + (i64)i * ld + c, v);
-                largest_below = max(largest_below, magnitude_bits(v));
-                add_to(sum, v);
-            }
-            add_to(*(float4*)(sums + c), sum);
+            if (c < head.width) finish(c, known[a]);
         }
     }
+#endif
     return loss;
 }
 
 // Before the barrier in front of `head`: what does not depend on it.
-__device__ __forceinline__ void load_head(int rows) {
+__device__ __forceinline__ void load_head(const Raw& raw, const StepInfo& info) {
     const Layer& layer = LAYER(ENGINE.layers - 1);
-    if (blockIdx.x * HEAD_TILE < rows) Head(layer).load(layer);
+    const int first = blockIdx.x * HEAD_TILE;
+    if (first >= info.rows) return;
+    if (LOSS != SOFTMAX_CROSS_ENTROPY)
+        for (int i = threadIdx.x; i < HEAD_TILE * layer.fan_out; i += THREADS) {
+            const int r = i / layer.fan_out, o = i % layer.fan_out;
+            if (first + r < info.rows)
+                head_errors[r][o] = raw.targets[raw_row(raw, info.first, first + r) * layer.fan_out + o];
+        }
+    Head(layer).load(layer);
 }
 
 // Every block adds up what its rows give before it writes one part of the sums of columns and of the loss.
 __device__ PHASE void head(const Raw& raw, const StepInfo& info, const Batch& batch, Flags& flags) {
-    __shared__ float errors[HEAD_TILE][HEAD_OUTPUTS];
     const int l = ENGINE.layers - 1, warp = threadIdx.x >> 5;
     const Layer &layer = LAYER(l), &below = LAYER(l - 1);
     const Head head(layer);
@@ -180,11 +229,11 @@ __device__ PHASE void head(const Raw& raw, const StepInfo& info, const Batch& ba
         __syncthreads();
         if (r0 + warp * HEAD_ROWS < info.rows)
             loss += head_rows(
-                head, layer, below, raw, info, batch, r0 + warp * HEAD_ROWS, errors + warp * HEAD_ROWS, sums, largest,
+                head, layer, below, raw, info, batch, r0 + warp * HEAD_ROWS, head_errors + warp * HEAD_ROWS, sums, largest,
                 largest_below);
         __syncthreads();
         if (threadIdx.x < layer.fan_out)
-            for (int r = 0; r < min(info.rows - r0, HEAD_TILE); ++r) output_sum += errors[r][threadIdx.x];
+            for (int r = 0; r < min(info.rows - r0, HEAD_TILE); ++r) output_sum += head_errors[r][threadIdx.x];
     }
     if (threadIdx.x < layer.fan_out) layer.column_sums[(i64)blockIdx.x * layer.ld_out + threadIdx.x] = output_sum;
     for (int c = threadIdx.x; c < below.ld_out; c += THREADS) {

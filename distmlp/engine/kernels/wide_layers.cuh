@@ -39,6 +39,9 @@
 #define PHASE __noinline__
 #endif
 
+#ifndef FETCH_AHEAD
+#define FETCH_AHEAD 1
+#endif
 typedef Shape<TILE_M, TILE_N, TILE_K, TILE_WARPS, TILE_STAGES> TileShape;
 typedef Shape<OUTPUT_M, OUTPUT_N, OUTPUT_K, OUTPUT_WARPS, OUTPUT_STAGES> OutputShape;
 typedef Shape<GRADIENT_M, GRADIENT_N, GRADIENT_K, GRADIENT_WARPS, GRADIENT_STAGES> GradientShape;
@@ -75,27 +78,56 @@ __device__ __forceinline__ const Element* layer_input(int l, const Batch& batch)
     return l ? LAYER(l - 1).output : batch.inputs;
 }
 
-// Tiles of A_(l-1) W_l; finish(tile number, first row, first column, biases) finds the results in the output tile.
-template <class P, class Finish>
-__device__ __forceinline__ void forward_tiles(
-    int l, const Batch& batch, const float* flat, int rows, const Finish& finish) {
-    const Layer& layer = LAYER(l);
-    const int across = ceil_div(layer.fan_out, P::N), tiles = ceil_div(rows, P::M) * across;
-    const auto work = [&](int i, TileWork& w) {
-        const int t = blockIdx.x + i * gridDim.x;
-        if (t >= tiles) return false;
-        w.a = View{layer_input(l, batch), layer.ld_in, rows, layer.ld_in};
+// Tiles of A_(l-1) W_l.
+template <class P>
+struct ForwardWork {
+    const Element* input;
+    const Layer& layer;
+    int rows;
+
+    __device__ __forceinline__ ForwardWork(int l, const Batch& batch, int rows)
+        : input(layer_input(l, batch)), layer(LAYER(l)), rows(rows) {}
+    __device__ __forceinline__ bool operator()(int i, TileWork& w) const {
+        const int across = ceil_div(layer.fan_out, P::N), t = blockIdx.x + i * gridDim.x;
+        if (t >= ceil_div(rows, P::M) * across) return false;
+        w.a = View{input, layer.ld_in, rows, layer.ld_in};
         w.b = View{layer.weight, layer.ld_out, layer.fan_in, layer.ld_out};
         w.m0 = t / across * P::M;
         w.n0 = t % across * P::N;
         w.k = 0;
         w.steps = ceil_div(layer.fan_in, P::DEPTH);
         return true;
-    };
+    }
+};
+
+// Tiles of E_l W_l'.
+struct BackwardWork {
+    const Layer& layer;
+    int rows;
+
+    __device__ __forceinline__ bool operator()(int i, TileWork& w) const {
+        const int across = ceil_div(layer.fan_in, TILE_N), t = blockIdx.x + i * gridDim.x;
+        if (t >= ceil_div(rows, TILE_M) * across) return false;
+        w.a = View{layer.error, layer.ld_out, rows, layer.ld_out};
+        w.b = View{layer.weight, layer.ld_out, layer.fan_in, layer.ld_out};
+        w.m0 = t / across * TILE_M;
+        w.n0 = t % across * TILE_N;
+        w.k = 0;
+        w.steps = ceil_div(layer.fan_out, Backward::DEPTH);
+        return true;
+    }
+};
+
+// finish(tile number, first row, first column, biases) finds the results in the output tile.
+template <class P, class Finish>
+__device__ __forceinline__ void forward_tiles(
+    int l, const Batch& batch, const float* flat, int rows, bool fetched, const Finish& finish) {
+    const Layer& layer = LAYER(l);
+    const ForwardWork<P> work(l, batch, rows);
     const auto load_bias = [&](int n0) { return Columns::load_bias(layer, n0 + P::Output::column(), flat); };
     float4 bias;  // of the first part's columns
     const auto begin = [&](int, const TileWork& w) { bias = load_bias(w.n0); };
-    for_each_tile<P>(dynamic_shared, work, begin, [&](int i, const TileWork& w, P& product) {
+    for_each_tile<P>(dynamic_shared, work, fetched, begin, [&](int i, const TileWork& w, P& product) {
         product.for_each_part(output_tile<P>(), [&](int part) {
             const int n0 = w.n0 + part * P::Output::N;
             const Columns columns(layer, n0 + P::Output::column(), part ? load_bias(n0) : bias);
@@ -104,10 +136,11 @@ __device__ __forceinline__ void forward_tiles(
     });
 }
 
-__device__ PHASE void forward_hidden(int l, const Batch& batch, const float* flat, int rows, Flags* flags) {
+__device__ PHASE void forward_hidden(
+    int l, const Batch& batch, const float* flat, int rows, bool fetched, Flags* flags) {
     const Layer& layer = LAYER(l);
     u32 largest = 0;
-    forward_tiles<Forward>(l, batch, flat, rows, [&](int, int m0, int n0, const Columns& columns) {
+    forward_tiles<Forward>(l, batch, flat, rows, fetched, [&](int, int m0, int n0, const Columns& columns) {
         Forward::Output::for_each_row(output_tile<Forward>(), [&](int r, const float4& v) {
             hidden_output(layer, columns, rows, m0 + r, v, largest);
         });
@@ -117,23 +150,12 @@ __device__ PHASE void forward_hidden(int l, const Batch& batch, const float* fla
 
 __device__ PHASE void backward(int l, int rows, Flags& flags) {  // error of layer l - 1
     typedef Backward::Output Output;
-    const Layer &layer = LAYER(l), &below = LAYER(l - 1);
-    const int across = ceil_div(layer.fan_in, TILE_N), tiles = ceil_div(rows, TILE_M) * across;
-    const auto work = [&](int i, TileWork& w) {
-        const int t = blockIdx.x + i * gridDim.x;
-        if (t >= tiles) return false;
-        w.a = View{layer.error, layer.ld_out, rows, layer.ld_out};
-        w.b = View{layer.weight, layer.ld_out, layer.fan_in, layer.ld_out};
-        w.m0 = t / across * TILE_M;
-        w.n0 = t % across * TILE_N;
-        w.k = 0;
-        w.steps = ceil_div(layer.fan_out, Backward::DEPTH);
-        return true;
-    };
+    const Layer& below = LAYER(l - 1);
+    const BackwardWork work = {LAYER(l), rows};
     float* tile = output_tile<Backward>();
     u32 largest = 0;
     const auto begin = [](int, const TileWork&) {};
-    for_each_tile<Backward>(dynamic_shared, work, begin, [&](int, const TileWork& w, Backward& product) {
+    for_each_tile<Backward>(dynamic_shared, work, FETCH_AHEAD, begin, [&](int, const TileWork& w, Backward& product) {
         product.for_each_part(tile, [&](int part) {
             const int n0 = w.n0 + part * Output::N;
             const Columns columns(below, n0 + Output::column(), nullptr);
