@@ -119,7 +119,7 @@ class DeviceState:
                 entry[name] = address(f"{name}{layer.index}")
             for name in ("weight_offset", "bias_offset", "fan_in", "fan_out"):
                 entry[name] = getattr(layer, name)
-            for name in ("ld_in", "ld_out", "tiles_n", "splits", "first_task", "first_tile"):
+            for name in ("ld_in", "ld_out", "tiles_n", "splits", "first_task", "first_tile", "tile_columns"):
                 entry[name] = getattr(sizes, name)
             entry["activation"] = layout.ACTIVATIONS.index(layer.activation)
         return structure

@@ -28,7 +28,7 @@ LAYER = _structure(
     ("weight_offset", "i8"), ("bias_offset", "i8"),
     ("weight", POINTER), ("output", POINTER), ("error", POINTER), ("column_sums", POINTER),
     ("fan_in", "i4"), ("fan_out", "i4"), ("ld_in", "i4"), ("ld_out", "i4"), ("activation", "i4"),
-    ("tiles_n", "i4"), ("splits", "i4"), ("first_task", "i4"), ("first_tile", "i4"), ("padding", "i4"),
+    ("tiles_n", "i4"), ("splits", "i4"), ("first_task", "i4"), ("first_tile", "i4"), ("tile_columns", "i4"),
 )  # fmt: skip
 BATCH = _structure(("inputs", POINTER), ("labels", POINTER), ("weights", POINTER))
 FLAGS = _structure(

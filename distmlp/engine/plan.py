@@ -23,6 +23,7 @@ from distmlp.engine.plan_tiles import (
     choose_gradient_tile,
     choose_head,
     choose_tile,
+    lowest_columns,
     shapes_for,
 )
 from distmlp.engine.tally import TALLY
@@ -55,6 +56,7 @@ class LayerPlan:
     splits: int  # of the batch
     first_task: int  # in the lists of all layers' tasks and tiles
     first_tile: int
+    tile_columns: int  # used of the weight gradient's tiles
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def make_plan(task: Task, device: Device, kernel: str = "auto") -> Plan:
     each = blocks_each(tiles, shared, device)
     plan = Plan(
         task, device, product, *tiles, shared, each * multiprocessors,
-        max(special.batch_rows if special else rows, EVALUATION_ROWS), tuple(_layers(pairs, gradient_tile, splits)),
+        max(special.batch_rows if special else rows, EVALUATION_ROWS), tuple(_layers(pairs, gradient_tile, splits, each * multiprocessors)),
         special, choose_head(pairs, rows, each * multiprocessors, shared),
     )  # fmt: skip
     plan = replace(plan, buffers=tuple(_buffers(plan)))
@@ -176,13 +178,14 @@ def blocks_each(tiles: Sequence[TileShape], shared: int, device: Device) -> int:
     return 2 if small and 2 * (shared + STATIC_BYTES) <= device.shared_bytes else 1
 
 
-def _layers(pairs: list[tuple[int, int]], tile: TileShape, splits: int) -> list[LayerPlan]:
+def _layers(pairs: list[tuple[int, int]], tile: TileShape, splits: int, blocks: int) -> list[LayerPlan]:
     plans: list[LayerPlan] = []
     first = 0
-    for fan_in, fan_out in pairs:
-        across = -(-fan_out // tile.n)
+    for index, (fan_in, fan_out) in enumerate(pairs):
+        columns = lowest_columns(tile, splits, pairs, blocks) if index == 0 else tile.n
+        across = -(-fan_out // columns)
         tiles = -(-fan_in // tile.m) * across
-        plans.append(LayerPlan(aligned(fan_in, 8), aligned(fan_out, 8), tiles, across, splits, first * splits, first))
+        plans.append(LayerPlan(aligned(fan_in, 8), aligned(fan_out, 8), tiles, across, splits, first * splits, first, columns))
         first += tiles
     return plans
 

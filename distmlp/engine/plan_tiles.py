@@ -187,3 +187,16 @@ def choose_gradient_tile(
         and (shape.n <= 128 or (splits == 1 and (deep or shape.n == GRADIENT_COLUMNS)))
     ]
     return min(candidates, key=lambda candidate: clocks(*candidate))
+
+
+def lowest_columns(shape: TileShape, splits: int, layers: Sequence[tuple[int, int]], blocks: int) -> int:
+    """Columns that tiles of the lowest layer's weight gradient use of their shape.
+
+    Its errors are the last to be known: blocks that would have no tile take a share of it.
+    """
+    rows = [-(-fan_in // shape.m) for fan_in, _ in layers]
+    others = sum(n * -(-fan_out // shape.n) for n, (_, fan_out) in zip(rows[1:], layers[1:], strict=True))
+    across = (blocks - others) // rows[0]
+    if splits > 1 or shape.n > GRADIENT_COLUMNS or across <= -(-layers[0][1] // shape.n):
+        return shape.n
+    return min(shape.n, aligned(-(-layers[0][1] // across), 8))

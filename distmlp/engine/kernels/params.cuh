@@ -18,7 +18,7 @@ struct Layer {
     int tiles_n;                     // of the weight gradient, across
     int splits;                      // of the batch in the weight gradient, added up in this order
     int first_task, first_tile;      // of this layer in the list of all weight gradients
-    int padding;
+    int tile_columns;                // of the weight gradient: what of a tile's columns is used
 };
 
 // A batch as the products want it. Two of them: one is filled while the other is used.

@@ -52,7 +52,6 @@ struct Staged {
 #ifndef UPDATE_AHEAD
 #define UPDATE_AHEAD 4
 #endif
-__host__ __device__ constexpr int divisor(int n, int most) { return n % most == 0 ? most : divisor(n, most - 1); }
 
 // The results of a tile in shared memory, whatever main loop they came from. A thread keeps to four neighbouring
 // columns, so that what belongs to columns stays in its registers; a warp reads and writes whole rows.
@@ -87,26 +86,32 @@ struct OutputTile {
             own += STEP * PASS * STRIDE;
         }
     }
-    // Where nothing belongs to columns: quads are dealt to all threads. finish(row, column, four results, prepare(row,
-    // column)); the loads that `prepare` makes for a step of quads are under way before the first is finished.
+    // Where nothing belongs to columns: fours of the first `rows` and `columns` are dealt to all threads. finish(row,
+    // column, four results, prepare(row, column)); the loads that `prepare` makes for a step of them are under way before
+    // the first is finished.
     template <class Prepare, class Finish>
-    static __device__ __forceinline__ void for_each_quad(const float* tile, const Prepare& prepare, const Finish& finish) {
-        constexpr int ITEMS = (M * QUADS + THREADS - 1) / THREADS;
-        constexpr int STEP = divisor(ITEMS, UPDATE_AHEAD);
+    static __device__ __forceinline__ void for_each_quad(
+        const float* tile, int rows, int columns, const Prepare& prepare, const Finish& finish) {
+        const int across = (columns + 3) / 4;
+        if (across <= 0) return;
+        const int down = THREADS / across, on = THREADS % across;
+        int r = threadIdx.x / across, c = threadIdx.x % across;
+        const auto next = [&] {
+            r += down;
+            c += on;
+            if (c >= across) c -= across, ++r;
+        };
 #pragma unroll 1
-        for (int first = threadIdx.x; first < ITEMS * THREADS; first += STEP * THREADS) {
-            decltype(prepare(0, 0)) known[STEP];
+        while (r < rows) {
+            decltype(prepare(0, 0)) known[UPDATE_AHEAD];
+            const int first_r = r, first_c = c;
 #pragma unroll
-            for (int i = 0; i < STEP; ++i) {
-                const int item = first + i * THREADS;
-                if (M * QUADS % THREADS == 0 || item < M * QUADS) known[i] = prepare(item / QUADS, item % QUADS * 4);
-            }
+            for (int i = 0; i < UPDATE_AHEAD; ++i, next())
+                if (r < rows) known[i] = prepare(r, c * 4);
+            r = first_r, c = first_c;
 #pragma unroll
-            for (int i = 0; i < STEP; ++i) {
-                const int item = first + i * THREADS, r = item / QUADS, c = item % QUADS * 4;
-                if (M * QUADS % THREADS == 0 || item < M * QUADS)
-                    finish(r, c, *(const float4*)(tile + r * STRIDE + c), known[i]);
-            }
+            for (int i = 0; i < UPDATE_AHEAD; ++i, next())
+                if (r < rows) finish(r, c * 4, *(const float4*)(tile + r * STRIDE + c * 4), known[i]);
         }
     }
 

@@ -46,15 +46,16 @@ __device__ __forceinline__ bool add_splits(Gradient& product, const Layer& layer
 __device__ __forceinline__ void finish_weights(const Layer& layer, int m0, int n0, bool direct, const Hyper& h) {
     typedef Gradient::Output Output;
     const float* tile = output_tile<Gradient>();
+    const int rows = min(Output::M, layer.fan_in - m0), columns = min(layer.fan_out - n0, min(Output::N, layer.tile_columns));
     if (direct)
         Output::for_each_quad(
-            tile, [&](int r, int c) { return load_weights(layer, m0 + r, n0 + c); },
+            tile, rows, columns, [&](int r, int c) { return load_weights(layer, m0 + r, n0 + c); },
             [&](int r, int c, const float4& v, Parameters& known) {
                 update_weights(layer, h, m0 + r, n0 + c, v, known);
             });
     else
         Output::for_each_quad(
-            tile, [](int, int) { return 0; },
+            tile, rows, columns, [](int, int) { return 0; },
             [&](int r, int c, const float4& v, int) { weight_gradient(layer, m0 + r, n0 + c, v); });
 }
 
@@ -80,9 +81,9 @@ __device__ PHASE void weight_gradients(const Batch& batch, int rows, const Decid
         w.steps = max(0, min(stages - split * depth, depth));
         w.k = split * depth * Gradient::DEPTH;
         w.a = View{layer_input(l, batch), layer.ld_in, min(rows, w.k + w.steps * Gradient::DEPTH), layer.ld_in};
-        w.b = View{layer.error, layer.ld_out, w.a.rows, layer.ld_out};
         w.m0 = tile / layer.tiles_n * GRADIENT_M;
-        w.n0 = tile % layer.tiles_n * GRADIENT_N;
+        w.n0 = tile % layer.tiles_n * layer.tile_columns;
+        w.b = View{layer.error, layer.ld_out, w.a.rows, min(layer.ld_out, w.n0 + layer.tile_columns)};
         return true;
     };
     const auto begin = [](int, const TileWork&) {};
