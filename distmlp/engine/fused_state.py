@@ -226,6 +226,7 @@ def specialisations(config: RunConfig, plan: Plan) -> list[tuple[str, dict[str, 
         **plan.gradient_tile.macros("GRADIENT"),
         "EMA": str(int(plan.task.ema)),
         **(plan.head.macros() if plan.head else {}),
+        **({"GROUP_BLOCKS": str(plan.group)} if plan.group else {}),
     }
     parts = [("wide.cu", {**macros, **wide})]
     if plan.special is not None:

@@ -11,6 +11,7 @@ from numpy.typing import DTypeLike
 from distmlp.engine.tally import TALLY
 
 MAX_LAYERS = 64
+MAX_GROUPS = 32
 ACTIVATIONS = ("relu", "leaky_relu", "elu", "gelu", "silu", "tanh", "sigmoid", "softplus", "sine", "identity")
 RAW_TYPES = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8")  # in the order of enum RawType
 NOT_RUN, DONE, LEFT_OUT, NOT_FINITE = range(4)  # StepStatus
@@ -37,7 +38,7 @@ FLAGS = _structure(
 )  # fmt: skip
 CONTROL = _structure(
     ("barrier", "u8"), ("forward_barrier", "u8"), ("step", "u8"), ("frozen", "u4"), ("skipped", "u4"),
-    ("flags", FLAGS, 2),
+    ("flags", FLAGS, 2), ("rows_done", "u8", 4 * MAX_GROUPS),
 )  # fmt: skip
 STEP_INFO = _structure(("rate", "f4"), ("rows", "i4"), ("first", "i8"))
 STEP_RESULT = _structure(("loss", "f8"), ("weight", "f4"), ("status", "i4"))

@@ -21,6 +21,7 @@ from distmlp.engine.plan_tiles import (
     Head,
     TileShape,
     choose_gradient_tile,
+    choose_group,
     choose_head,
     choose_tile,
     lowest_columns,
@@ -75,6 +76,7 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     special: SpecialPlan | None = None  # instead of the general kernel
     head: Head | None = None  # instead of tiles of the output layer
+    group: int = 0  # blocks that own rows together through all hidden layers, or 0
     buffers: tuple[Buffer, ...] = field(default=(), repr=False)
 
     @property
@@ -141,10 +143,11 @@ def make_plan(task: Task, device: Device, kernel: str = "auto") -> Plan:
     tiles = (tile, output_tile, gradient_tile)
     shared = max(shape.shared_bytes(product) for shape in tiles)
     each = blocks_each(tiles, shared, device)
+    head = choose_head(pairs, rows, each * multiprocessors, shared)
     plan = Plan(
         task, device, product, *tiles, shared, each * multiprocessors,
         max(special.batch_rows if special else rows, EVALUATION_ROWS), tuple(_layers(pairs, gradient_tile, splits, each * multiprocessors)),
-        special, choose_head(pairs, rows, each * multiprocessors, shared),
+        special, head, choose_group(pairs, rows, tile, head, each * multiprocessors),
     )  # fmt: skip
     plan = replace(plan, buffers=tuple(_buffers(plan)))
     if plan.memory_bytes > device.memory_bytes:
@@ -198,10 +201,10 @@ def _buffers(plan: Plan) -> list[Buffer]:
     softmax = task.loss == "softmax_cross_entropy"
     row_tiles = -(-plan.rows // plan.tile.m)
     output_tiles = -(-plan.rows // plan.output_tile.m)
-    head_parts = min(plan.blocks, -(-plan.rows // plan.head.block_rows)) if plan.head else 0
+    head_parts = plan.blocks if plan.head else 0
     tensors = 2 * len(plan.layers)
     buffers = [
-        Buffer("control", 2048, zeroed=True),
+        Buffer("control", 4096, zeroed=True),
         Buffer("parameters", flat, zeroed=True),
         *(Buffer(SLOT_BUFFERS[name], flat, zeroed=True) for name in task.slots),
         *([Buffer("ema", flat, zeroed=True)] if task.ema else []),

@@ -200,3 +200,15 @@ def lowest_columns(shape: TileShape, splits: int, layers: Sequence[tuple[int, in
     if splits > 1 or shape.n > GRADIENT_COLUMNS or across <= -(-layers[0][1] // shape.n):
         return shape.n
     return min(shape.n, aligned(-(-layers[0][1] // across), 8))
+
+
+MAX_GROUPS = 32  # as in kernels/params.cuh
+
+
+def choose_group(layers: Sequence[tuple[int, int]], rows: int, tile: TileShape, head: Head | None, blocks: int) -> int:
+    """Blocks of a group that owns rows through all hidden layers, or 0 where that would cost a round of tiles."""
+    if head is None or tile.m % head.block_rows:
+        return 0
+    size = max(tile.m // head.block_rows, *(-(-fan_out // tile.n) for _, fan_out in layers[:-1]))
+    groups, down = blocks // size, -(-rows // tile.m)
+    return size if 1 < size and down <= groups <= MAX_GROUPS else 0

@@ -46,3 +46,36 @@ struct GridBarrier {
         __syncthreads();
     }
 };
+
+// Between phases in which a row depends on nothing but itself and the weights: blocks in groups, each with rows of its
+// own, wait for their group only. All groups arrive equally often. Blocks beyond the last whole group take no part.
+struct RowBarrier {
+    u64* arrivals;  // of all groups, four words apart
+    int size, groups, group;
+    u64 target;
+
+    __device__ __forceinline__ RowBarrier(u64* counters, int size)
+        : arrivals(counters), size(size), groups(gridDim.x / size), group(blockIdx.x / size), target(0) {
+        const u64 seen = load_acquire(arrivals + min(group, groups - 1) * 4);
+        target = seen - seen % size;
+    }
+    __device__ __forceinline__ void arrive() {
+        __syncthreads();
+        target += size;
+        if (threadIdx.x == 0 && group < groups) add_release(arrivals + group * 4, 1);
+    }
+    __device__ __forceinline__ void await() {
+        if (threadIdx.x == 0 && group < groups)
+            while (load_acquire(arrivals + group * 4) < target) {
+            }
+        __syncthreads();
+    }
+    // All groups, as of this block's last arrival or of the one before.
+    __device__ __forceinline__ void await_all(bool before = false) {
+        const u64 wanted = before ? target - size : target;
+        if (threadIdx.x < groups)
+            while (load_acquire(arrivals + threadIdx.x * 4) < wanted) {
+            }
+        __syncthreads();
+    }
+};

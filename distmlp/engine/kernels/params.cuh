@@ -4,6 +4,7 @@
 #include "optimizers.cuh"
 
 #define MAX_LAYERS 64
+#define MAX_GROUPS 32  // of blocks that own rows
 #define TALLY 8  // numbers behind the gradient, see tally.py
 enum TallySlot { TALLY_LOSS, TALLY_WEIGHT, TALLY_ROWS, TALLY_STOP };
 
@@ -45,6 +46,7 @@ struct Control {
     u32 frozen;   // policy stop: a step was not finite, nothing happens any more
     u32 skipped;  // steps left out
     Flags flags[2];
+    u64 rows_done[4 * MAX_GROUPS];  // arrivals of a group of blocks, each in a sector of its own; see RowBarrier
 };
 
 struct StepInfo {  // host to device, one a step

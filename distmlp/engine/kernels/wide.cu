@@ -37,9 +37,23 @@ __device__ __forceinline__ bool may_update_directly() {
     return OPTIMIZER != LAMB && !ENGINE.needs_norm && !ENGINE.deferred;
 }
 
+// Between the phases of a step.
+#if GROUP_BLOCKS
+typedef RowBarrier PhaseBarrier;
+#else
+struct PhaseBarrier {
+    GridBarrier& barrier;
+    __device__ __forceinline__ void arrive() { barrier.arrive(); }
+    __device__ __forceinline__ void await() { barrier.await(); }
+    __device__ __forceinline__ void await_all(bool before = false) {
+        if (!before) barrier.await();
+    }
+};
+#endif
+
 // One step; ends with a barrier behind the update, or behind the gradients where other ranks' are still to come.
 __device__ __forceinline__ void train_step(
-    const Raw& raw, int s, int end, GridBarrier& barrier, Progress& progress) {
+    const Raw& raw, int s, int end, GridBarrier& barrier, PhaseBarrier& phases, Progress& progress) {
     __shared__ Hyper hyper;
     const StepInfo info = ENGINE.steps[s];
     const Batch& batch = ENGINE.batches[s & 1];
@@ -49,17 +63,17 @@ __device__ __forceinline__ void train_step(
 
     if (blockIdx.x == 0)  // the last step is over everywhere, the next has not begun
         for (int i = threadIdx.x; i < sizeof(Flags) / 4; i += THREADS) ((u32*)&next)[i] = 0;
-    if (blockIdx.x == gridDim.x - 1) sum_weights(batch, rows, flags);
+    if (blockIdx.x == (HEAD_OUTPUTS ? 0 : gridDim.x - 1)) sum_weights(batch, rows, flags);
 
     for (int l = 0; l < last; ++l) {
         forward_hidden(l, batch, ENGINE.parameters, rows, FETCH_AHEAD && l > 0, &flags);
-        barrier.arrive();  // and while others are waited for:
+        phases.arrive();  // and while others are waited for:
         if (l == 0 && threadIdx.x == 32) set_hyper(hyper, info.rate, 0.f, progress.step + 1);  // slow, in float64
-        if (FETCH_AHEAD && l + 1 < last) fetch_ahead<Forward>(dynamic_shared, ForwardWork<Forward>(l + 1, batch, rows));
+        if (FETCH_AHEAD && l + 1 < last) fetch_ahead<Forward>(dynamic_shared, ForwardWork<Forward, true>(l + 1, batch, rows));
 #if HEAD_OUTPUTS
         if (l == last - 1) load_head(raw, info);
 #endif
-        barrier.await();
+        phases.await();
     }
 #if HEAD_OUTPUTS
     head(raw, info, batch, flags);
@@ -70,13 +84,13 @@ __device__ __forceinline__ void train_step(
         softmax_rows(raw, info, batch, flags);
     }
 #endif
-    barrier.arrive();
+    phases.arrive();
     const int top = HEAD_OUTPUTS ? last - 1 : last;  // of those whose errors go down layer by layer
     for (int l = top; l > 0; --l) {
         if (FETCH_AHEAD) fetch_ahead<Backward>(dynamic_shared, BackwardWork{LAYER(l), rows});
-        barrier.await();
+        phases.await();
         backward(l, rows, flags);
-        barrier.arrive();
+        phases.arrive();
     }
 
     // Whether gradients may be applied at once is known when all errors are.
@@ -84,7 +98,7 @@ __device__ __forceinline__ void train_step(
     const auto decide = [&] {
         if (decided) return direct;
         decided = true;
-        barrier.await();
+        phases.await_all();
         direct = may_update_directly() && surely_finite(flags, flags.output[0], flags.weight, rows);
         if (direct) {
             ++progress.step;
@@ -94,8 +108,11 @@ __device__ __forceinline__ void train_step(
         }
         return direct;
     };
+    const auto begin_early = [&] {
+        if (!decided) phases.await_all(true);
+    };
     if (top <= 0) decide();
-    gradients(batch, rows, decide, hyper);
+    gradients(batch, rows, begin_early, decide, hyper);
     if (blockIdx.x == 0) finish_loss(s, rows, flags.weight);
     if (s + 1 < end) {
         const StepInfo following = ENGINE.steps[s + 1];
@@ -118,6 +135,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) train_steps(
     const Raw raw = {inputs, targets, labels, weights, index};
     Control& control = *ENGINE.control;
     GridBarrier barrier(&control.barrier);
+#if GROUP_BLOCKS
+    PhaseBarrier phases(control.rows_done, GROUP_BLOCKS);
+#else
+    PhaseBarrier phases = {barrier};
+#endif
     load_layers();
     Progress progress = {control.step, control.skipped, control.frozen != 0};
 
@@ -132,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) train_steps(
             &control.flags[begin & 1].output[0]);
     barrier.wait();
     for (int s = begin; s < end; ++s) {
-        if (!progress.frozen) train_step(raw, s, end, barrier, progress);
+        if (!progress.frozen) train_step(raw, s, end, barrier, phases, progress);
         else if (blockIdx.x == 0 && threadIdx.x == 0) ENGINE.results[s] = StepResult{0., 0.f, NOT_RUN};
     }
     if (blockIdx.x == 0) {  // behind the last barrier: nobody reads these any more
@@ -172,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) forward_rows(
     }
     const Layer& layer = LAYER(last);
     typedef ForwardOutput::Output Output;
-    forward_tiles<ForwardOutput>(last, batch, flat, rows, false, [&](int, int m0, int n0, const Columns& columns) {
+    forward_tiles<ForwardOutput, false>(last, batch, flat, rows, false, [&](int, int m0, int n0, const Columns& columns) {
         Output::for_each_row(output_tile<ForwardOutput>(), [&](int r, const float4& v) {
             network_output(layer, columns, out, rows, m0 + r, v);
         });

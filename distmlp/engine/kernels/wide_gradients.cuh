@@ -67,9 +67,11 @@ __device__ __forceinline__ int layer_of_task(int task) {
 }
 
 // Errors of all layers but the lowest are known; the main loop of their tiles need not wait for the others.
-template <class Decide>
-__device__ PHASE void weight_gradients(const Batch& batch, int rows, const Decide& decide, const Hyper& h) {
+template <class Begin, class Decide>
+__device__ PHASE void weight_gradients(
+    const Batch& batch, int rows, const Begin& begin_early, const Decide& decide, const Hyper& h) {
     if (layer_of_task(blockIdx.x) == 0) decide();
+    else begin_early();
     const int stages = ceil_div(rows, Gradient::DEPTH);
     const auto work = [&](int i, TileWork& w) {
         const int task = blockIdx.x + i * gridDim.x;
@@ -148,9 +150,10 @@ __device__ __forceinline__ bool biases_are_left(int rows, bool direct, const Hyp
     return false;
 }
 
-template <class Decide>
-__device__ __forceinline__ void gradients(const Batch& batch, int rows, const Decide& decide, const Hyper& h) {
-    weight_gradients(batch, rows, decide, h);
+template <class Begin, class Decide>
+__device__ __forceinline__ void gradients(
+    const Batch& batch, int rows, const Begin& begin_early, const Decide& decide, const Hyper& h) {
+    weight_gradients(batch, rows, begin_early, decide, h);
     const bool direct = decide();
     if (BIASES_APART && !biases_are_left(rows, direct, h)) return;
     for (int l = 0, before = 0; l < ENGINE.layers; ++l) {  // the last blocks take them first

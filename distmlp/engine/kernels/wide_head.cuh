@@ -76,7 +76,7 @@ __device__ __forceinline__ float head_error(
 // hidden errors to `sums`.
 __device__ __forceinline__ float head_rows(
     const Head& head, const Layer& layer, const Layer& below, const Raw& raw, const StepInfo& info, const Batch& batch,
-    int r0, float (*errors)[HEAD_OUTPUTS], float* sums, u32& largest, u32& largest_below) {
+    bool first, int r0, float (*errors)[HEAD_OUTPUTS], float* sums, u32& largest, u32& largest_below) {
     const int lane = threadIdx.x & 31, own = lane * 4, ld = below.ld_out;
     const int rows = min(HEAD_ROWS, info.rows - r0);
     const bool mine = lane < layer.fan_out;
@@ -85,7 +85,7 @@ __device__ __forceinline__ float head_rows(
 #pragma unroll
     for (int i = 0; i < HEAD_ROWS; ++i)
         if (LOSS != SOFTMAX_CROSS_ENTROPY && mine && i < rows)
-            target[i] = r0 < (blockIdx.x + 1) * HEAD_TILE
+            target[i] = first
                             ? errors[i][lane]
                             : raw.targets[raw_row(raw, info.first, r0 + i) * layer.fan_out + lane];
     const Element* input = below.output + (i64)r0 * ld;
@@ -201,10 +201,21 @@ __device__ __forceinline__ float head_rows(
     return loss;
 }
 
+// First of the i-th rows of this block, `rows` or more where there are none.
+__device__ __forceinline__ int head_row(int i, int rows) {
+#if GROUP_BLOCKS
+    int m, n;
+    const bool has = hidden_tile(i, ceil_div(rows, TILE_M), TILE_M / HEAD_TILE, m, n);
+    return has ? m * TILE_M + n * HEAD_TILE : rows;
+#else
+    return (blockIdx.x + i * gridDim.x) * HEAD_TILE;
+#endif
+}
+
 // Before the barrier in front of `head`: what does not depend on it.
 __device__ __forceinline__ void load_head(const Raw& raw, const StepInfo& info) {
     const Layer& layer = LAYER(ENGINE.layers - 1);
-    const int first = blockIdx.x * HEAD_TILE;
+    const int first = head_row(0, info.rows);
     if (first >= info.rows) return;
     if (LOSS != SOFTMAX_CROSS_ENTROPY)
         for (int i = threadIdx.x; i < HEAD_TILE * layer.fan_out; i += THREADS) {
@@ -223,13 +234,13 @@ __device__ PHASE void head(const Raw& raw, const StepInfo& info, const Batch& ba
     float* sums = head.sums + warp * head.width;
     u32 largest = 0, largest_below = 0;
     float loss = 0.f, output_sum = 0.f;
-    if (blockIdx.x * HEAD_TILE >= info.rows) return;
+    if (blockIdx.x >= output_parts(info.rows)) return;
     for (int c = (threadIdx.x & 31) * 4; c < head.width; c += HEAD_CHUNK) *(float4*)(sums + c) = zeros();
-    for (int r0 = blockIdx.x * HEAD_TILE; r0 < info.rows; r0 += gridDim.x * HEAD_TILE) {
+    for (int i = 0, r0; (r0 = head_row(i, info.rows)) < info.rows; ++i) {
         __syncthreads();
         if (r0 + warp * HEAD_ROWS < info.rows)
             loss += head_rows(
-                head, layer, below, raw, info, batch, r0 + warp * HEAD_ROWS, head_errors + warp * HEAD_ROWS, sums, largest,
+                head, layer, below, raw, info, batch, i == 0, r0 + warp * HEAD_ROWS, head_errors + warp * HEAD_ROWS, sums, largest,
                 largest_below);
         __syncthreads();
         if (threadIdx.x < layer.fan_out)

@@ -32,6 +32,9 @@
 #define HEAD_OUTPUTS 0
 #define HEAD_ROWS 1  // of a warp at a time
 #endif
+#ifndef GROUP_BLOCKS  // blocks that own rows together through all hidden layers, 0 where all wait for all
+#define GROUP_BLOCKS 0
+#endif
 #define HEAD_TILE (HEAD_ROWS * THREADS / 32)  // rows of a block at a time
 #if TILE_WARPGROUPS || OUTPUT_WARPGROUPS || GRADIENT_WARPGROUPS
 #define PHASE __forceinline__  // ptxas runs warpgroup products one by one where a call may come between (C7510)
@@ -67,6 +70,9 @@ __device__ __forceinline__ bool softmax_apart() {
            (ForwardOutput::PARTS > 1 || LAYER(ENGINE.layers - 1).fan_out > OUTPUT_N);
 }
 __device__ __forceinline__ int output_parts(int rows) {  // of the last layer's column sums
+#if GROUP_BLOCKS
+    return gridDim.x / GROUP_BLOCKS * GROUP_BLOCKS;
+#endif
     if (HEAD_OUTPUTS) return min(gridDim.x, ceil_div(rows, HEAD_TILE));
     return ceil_div(rows, softmax_apart() ? LOSS_ROWS : OUTPUT_M);
 }
@@ -78,8 +84,23 @@ __device__ __forceinline__ const Element* layer_input(int l, const Batch& batch)
     return l ? LAYER(l - 1).output : batch.inputs;
 }
 
+// The block's i-th tile of a hidden layer, of `down` × `across`: its row and column, or false.
+__device__ __forceinline__ bool hidden_tile(int i, int down, int across, int& m, int& n) {
+#if GROUP_BLOCKS
+    const int groups = gridDim.x / GROUP_BLOCKS, group = blockIdx.x / GROUP_BLOCKS;
+    m = group + i * groups;
+    n = blockIdx.x % GROUP_BLOCKS;
+    return group < groups && m < down && n < across;
+#else
+    const int t = blockIdx.x + i * gridDim.x;
+    m = t / across;
+    n = t % across;
+    return t < down * across;
+#endif
+}
+
 // Tiles of A_(l-1) W_l.
-template <class P>
+template <class P, bool HIDDEN>
 struct ForwardWork {
     const Element* input;
     const Layer& layer;
@@ -88,12 +109,19 @@ struct ForwardWork {
     __device__ __forceinline__ ForwardWork(int l, const Batch& batch, int rows)
         : input(layer_input(l, batch)), layer(LAYER(l)), rows(rows) {}
     __device__ __forceinline__ bool operator()(int i, TileWork& w) const {
-        const int across = ceil_div(layer.fan_out, P::N), t = blockIdx.x + i * gridDim.x;
-        if (t >= ceil_div(rows, P::M) * across) return false;
+        const int down = ceil_div(rows, P::M), across = ceil_div(layer.fan_out, P::N);
+        if (HIDDEN) {
+            if (!hidden_tile(i, down, across, w.m0, w.n0)) return false;
+        } else {
+            const int t = blockIdx.x + i * gridDim.x;
+            if (t >= down * across) return false;
+            w.m0 = t / across;
+            w.n0 = t % across;
+        }
         w.a = View{input, layer.ld_in, rows, layer.ld_in};
         w.b = View{layer.weight, layer.ld_out, layer.fan_in, layer.ld_out};
-        w.m0 = t / across * P::M;
-        w.n0 = t % across * P::N;
+        w.m0 *= P::M;
+        w.n0 *= P::N;
         w.k = 0;
         w.steps = ceil_div(layer.fan_in, P::DEPTH);
         return true;
@@ -106,12 +134,11 @@ struct BackwardWork {
     int rows;
 
     __device__ __forceinline__ bool operator()(int i, TileWork& w) const {
-        const int across = ceil_div(layer.fan_in, TILE_N), t = blockIdx.x + i * gridDim.x;
-        if (t >= ceil_div(rows, TILE_M) * across) return false;
+        if (!hidden_tile(i, ceil_div(rows, TILE_M), ceil_div(layer.fan_in, TILE_N), w.m0, w.n0)) return false;
         w.a = View{layer.error, layer.ld_out, rows, layer.ld_out};
         w.b = View{layer.weight, layer.ld_out, layer.fan_in, layer.ld_out};
-        w.m0 = t / across * TILE_M;
-        w.n0 = t % across * TILE_N;
+        w.m0 *= TILE_M;
+        w.n0 *= TILE_N;
         w.k = 0;
         w.steps = ceil_div(layer.fan_out, Backward::DEPTH);
         return true;
@@ -119,11 +146,11 @@ struct BackwardWork {
 };
 
 // finish(tile number, first row, first column, biases) finds the results in the output tile.
-template <class P, class Finish>
+template <class P, bool HIDDEN, class Finish>
 __device__ __forceinline__ void forward_tiles(
     int l, const Batch& batch, const float* flat, int rows, bool fetched, const Finish& finish) {
     const Layer& layer = LAYER(l);
-    const ForwardWork<P> work(l, batch, rows);
+    const ForwardWork<P, HIDDEN> work(l, batch, rows);
     const auto load_bias = [&](int n0) { return Columns::load_bias(layer, n0 + P::Output::column(), flat); };
     float4 bias;  // of the first part's columns
     const auto begin = [&](int, const TileWork& w) { bias = load_bias(w.n0); };
@@ -140,7 +167,7 @@ __device__ PHASE void forward_hidden(
     int l, const Batch& batch, const float* flat, int rows, bool fetched, Flags* flags) {
     const Layer& layer = LAYER(l);
     u32 largest = 0;
-    forward_tiles<Forward>(l, batch, flat, rows, fetched, [&](int, int m0, int n0, const Columns& columns) {
+    forward_tiles<Forward, true>(l, batch, flat, rows, fetched, [&](int, int m0, int n0, const Columns& columns) {
         Forward::Output::for_each_row(output_tile<Forward>(), [&](int r, const float4& v) {
             hidden_output(layer, columns, rows, m0 + r, v, largest);
         });

@@ -53,7 +53,7 @@ __device__ PHASE void forward_output(const Raw& raw, const StepInfo& info, const
     __shared__ i64 raw_rows[OUTPUT_M];  // of the tile's rows: looked up at once, not one after another
     float* tile = output_tile<ForwardOutput>();
     u32 largest = 0;
-    forward_tiles<ForwardOutput>(l, batch, ENGINE.parameters, info.rows, false, [&](int t, int m0, int n0, const Columns& columns) {
+    forward_tiles<ForwardOutput, false>(l, batch, ENGINE.parameters, info.rows, false, [&](int t, int m0, int n0, const Columns& columns) {
         if (softmax_apart()) {
             Output::for_each_row(tile, [&](int r, const float4& v) {
                 network_output(layer, columns, ENGINE.logits, info.rows, m0 + r, v);
