@@ -55,8 +55,26 @@ class Interval:
         return cls(epochs=int(value)) if match[2] == "epoch" else cls(steps=int(value))
 
 
+def _is_utf8(text: str) -> bool:
+    """Names of files and arguments that are not come with lone surrogates in place of their bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _texts(cls, value: Any) -> Any:
+        """No text that could be neither a path nor written to a file."""
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and ("\0" in text or not _is_utf8(text)):
+                raise ValueError("expected UTF-8 text without NUL characters")
+        return value
 
     @model_validator(mode="before")
     @classmethod

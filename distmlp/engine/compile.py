@@ -9,14 +9,22 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from distmlp.errors import SystemUnfitError
 
 KERNELS = Path(__file__).parent / "kernels"
 MESSAGE_LINES = 12  # of a compiler's complaint
+T = TypeVar("T")
+
+
+class Compiled(NamedTuple):
+    code: bytes
+    ptx: str
+    remarks: str  # registers and spills, warnings
 
 
 def cubin(source: str, macros: Mapping[str, str], capability: int) -> bytes:
@@ -24,19 +32,25 @@ def cubin(source: str, macros: Mapping[str, str], capability: int) -> bytes:
 
     Raises SystemUnfitError where NVRTC is missing or does not know the GPU.
     """
-    options = ("-std=c++17", f"-arch={architecture(capability)}", *(f"-D{k}={v}" for k, v in sorted(macros.items())))
-    key = _key(source, options)
-    folder = _cache_folder()
-    found = folder / f"{key}.cubin"
+    options = _options(macros, capability)
+    found = _cache_folder() / f"{_key(source, options)}.cubin"
     try:
         kept = found.read_bytes()
         if hashlib.sha256(kept[32:]).digest() == kept[:32]:
             return kept[32:]
     except OSError:
         pass
-    code = _compile(source, options)
+    code = _compile(source, options, _machine_code)
     _keep(found, code)
     return code
+
+
+def compiled(source: str, macros: Mapping[str, str], capability: int) -> Compiled:
+    """What the compiler makes of it, and has to say, for tests."""
+    options = (*_options(macros, capability), "--ptxas-options=-v")
+    return _compile(source, options, lambda nvrtc, program: Compiled(
+        nvrtc.getCUBIN(program), nvrtc.getPTX(program).decode(), nvrtc.getProgramLog(program)
+    ))  # fmt: skip
 
 
 def kernel_sha256() -> str:
@@ -95,7 +109,11 @@ def _nvrtc():  # type: ignore[no-untyped-def]  # a module of CuPy
 
 @lru_cache
 def _sources() -> dict[str, str]:
-    return {path.name: path.read_text() for pattern in ("*.cu", "*.cuh") for path in sorted(KERNELS.glob(pattern))}
+    return {path.name: path.read_text("utf-8") for pattern in ("*.cu", "*.cuh") for path in sorted(KERNELS.glob(pattern))}
+
+
+def _options(macros: Mapping[str, str], capability: int) -> tuple[str, ...]:
+    return "-std=c++17", f"-arch={architecture(capability)}", *(f"-D{k}={v}" for k, v in sorted(macros.items()))
 
 
 def _key(source: str, options: tuple[str, ...]) -> str:
@@ -105,13 +123,18 @@ def _key(source: str, options: tuple[str, ...]) -> str:
     return digest.hexdigest()[:40]
 
 
-def _compile(source: str, options: tuple[str, ...]) -> bytes:
+def _machine_code(nvrtc, program) -> bytes:  # type: ignore[no-untyped-def]
+    return nvrtc.getCUBIN(program)
+
+
+def _compile(source: str, options: tuple[str, ...], take: Callable[..., T]) -> T:
+    """What `take` takes from the compiled program."""
     nvrtc = _nvrtc()
     headers = {name.encode(): text.encode() for name, text in _sources().items() if name.endswith(".cuh")}
     program = nvrtc.createProgram(_sources()[source], source, tuple(headers.values()), tuple(headers))
     try:
         nvrtc.compileProgram(program, options)
-        return nvrtc.getCUBIN(program)
+        return take(nvrtc, program)
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program).strip().splitlines()
         raise SystemUnfitError(

@@ -77,7 +77,7 @@ class Sweep:
         command = ["train", str(self.configuration), "--output", str(output), "--overwrite"]
         for setting in settings:
             command += ["--set", setting]
-        self.start(ranks, ["-m", "distmlp", *command], f"{name}, {ranks} ranks")
+        self.start(ranks, ["-m", "distmlp", *command], f"{name}, {ranks} rank{'s' * (ranks > 1)}")
         shutil.rmtree(output / "checkpoints", ignore_errors=True)  # may be large, and nobody asked for them
         return FinishedRun.read(output)
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -45,11 +43,15 @@ FAMILIES = {
     "bf16 narrow": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
     "bf16 chain": ((256,) * 6, 4096, "bf16", {}, "adam"),
     "bf16 bulk": ((512,) * 6, 16384, "bf16", {}, "adam"),
+    "bf16 bulk, several ranks": ((512,) * 6, 16384, "bf16", {}, "adam"),
     "bf16 sweep": ((32, 128, 128, 128, 128, 16), 65536, "bf16", {}, "adam"),
     "bf16 narrow, several ranks": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
     "tf32 several ranks": ((100, 500, 10), 32, "tf32", {}, "momentum"),
     "fp32 ranks, reproducible": ((100, 500, 10), 32, "fp32", {}, "sgd"),
 }
+
+
+BYTES_SPILLED = {"bulk.cu": 2048}  # outside the loops of products, and where a fault is dealt with
 
 
 def specialisations(family: str, capability: int) -> list[tuple[str, dict[str, str]]]:
@@ -66,27 +68,48 @@ def specialisations(family: str, capability: int) -> list[tuple[str, dict[str, s
     return of_plan(config, make_plan(task, DEVICES[capability]))
 
 
-def compile_family(arguments: tuple[str, int]) -> list[tuple[str, int]]:
-    """Source and bytes of machine code of every module of a family."""
+def compile_family(arguments: tuple[str, int]) -> list[tuple[str, compiler.Compiled]]:
+    """What becomes of every module of a family."""
     family, capability = arguments
     return [
-        (source, len(compiler.cubin(source, macros, capability)))
+        (source, compiler.compiled(source, macros, capability))
         for source, macros in specialisations(family, capability)
     ]
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_every_family_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    jobs = [(family, capability) for family in FAMILIES]
+@pytest.fixture(scope="module", params=[80, 90, 100])
+def compiled(request: pytest.FixtureRequest) -> dict[str, list[tuple[str, compiler.Compiled]]]:
+    """By family, for one compute capability."""
     with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        results = list(pool.map(compile_family, jobs))
-    for (family, _), parts in zip(jobs, results, strict=True):
-        for source, size in parts:
-            print(f"sm_{capability} {family}: {source} {size:,} bytes of machine code")
-            assert size > 10_000
-    assert len(list((tmp_path / "distmlp" / "kernels").glob("*.cubin"))) >= len(FAMILIES)
-    assert not list((tmp_path / "distmlp" / "kernels").glob("*.tmp"))
+        return dict(
+            zip(FAMILIES, pool.map(compile_family, [(family, request.param) for family in FAMILIES]), strict=True)
+        )
+
+
+def test_registers_and_spills(compiled: dict) -> None:
+    for family, parts in compiled.items():
+        for source, made in parts:
+            registers = [int(n) for n in re.findall(r"Used (\d+) registers", made.remarks)]
+            spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", made.remarks)]
+            target = re.search(r"for '(sm_\w+)'", made.remarks)
+            print(f"{target and target[1]} {family}: {source} {len(made.code):,} bytes of machine code, "
+                  f"registers {registers}, bytes spilled {spills}")  # fmt: skip
+            assert registers, made.remarks
+            assert max(registers) <= 255
+            assert max(spills) <= BYTES_SPILLED.get(source, 1024)
+            serialised = [line for line in made.remarks.splitlines() if "C75" in line]
+            print(*serialised, sep="\n", end="\n" if serialised else "")
+            # In the narrow kernel it is a matter of speed that differs between versions of the compiler.
+            assert not serialised or source == "narrow.cu", "warpgroup products are run one by one"
+
+
+def test_no_float_is_added_by_an_atomic_operation(compiled: dict) -> None:
+    """The order of such additions, and with it the last bits of a sum, would be another in every run."""
+    for family, parts in compiled.items():
+        for source, made in parts:
+            found = set(re.findall(r"\b(?:atom|red|multimem|cp\.reduce)\.[\w.:]*\.b?f\d+\w*", made.ptx))
+            assert not found, f"{family}: {source}"
+            assert re.search(r"\b(?:atom|red)\.", made.ptx) or source == "order.cu", "it has others: is this PTX?"
 
 
 @pytest.mark.parametrize("kernel", ["resident", "narrow", "chain", "bulk", "sweep"])
@@ -157,36 +180,6 @@ def test_turing_takes_the_plain_path() -> None:
     (source, macros), *_ = specialisations("bf16 softmax, small tiles", 75)
     assert macros["PRODUCT"] == "FMA"
     assert len(compiler.cubin(source, macros, 75)) > 10_000
-
-
-@pytest.mark.skipif(not shutil.which("nvcc") and not os.path.exists("/usr/local/cuda/bin/nvcc"), reason="no nvcc")
-@pytest.mark.parametrize(
-    ("family", "bytes_spilled"),
-    [
-        *((family, 1024) for family in ("bf16 direct, large tiles", "bf16 resident", "bf16 narrow", "bf16 chain")),
-        ("bf16 bulk", 2048),  # outside the loops of products, and where a fault is dealt with
-    ],
-)
-def test_registers_and_spills(family: str, bytes_spilled: int, tmp_path: Path) -> None:
-    """nvcc reads the same files as NVRTC; ptxas reports registers and spills."""
-    source, macros = specialisations(family, 90)[-1]
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    report = subprocess.run(
-        [nvcc, "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-Xptxas=-v", "-o",
-         str(tmp_path / "out.cubin"), str(compiler.KERNELS / source),
-         *(f"-D{name}=" + value.replace(",", "\\,") for name, value in macros.items())],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert report.returncode == 0, report.stderr[-2000:]
-    serialised = [line for line in report.stderr.splitlines() if "C75" in line]
-    print(*serialised, sep="\n")
-    # In the narrow kernel it is a matter of speed that differs between compilers: NVRTC's is the one that counts.
-    assert not serialised or source == "narrow.cu", "warpgroup products are run one by one"
-    registers = [int(n) for n in re.findall(r"Used (\d+) registers", report.stderr)]
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", report.stderr)]
-    print(f"{family}: {source} registers {registers}, bytes spilled {spills}")
-    assert max(registers) <= 255
-    assert max(spills) <= bytes_spilled
 
 
 def test_cache_answers_without_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+pytest.register_assert_rewrite("gpu.checks")
 RECORD = Path(__file__).parent / "record.json"
 FOLDER = str(Path(__file__).parent)
 # With `pytest -n N --dist loadgroup` what one transport is tested with stays together: its ranks start once, and not

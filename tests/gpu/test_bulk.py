@@ -6,21 +6,22 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from gpu.cases import Case, error, rates
-from gpu.test_runs import bits, epochs
-from gpu.test_steps import check
+from gpu.cases import Case, rates
+from gpu.checks import (
+    bits,
+    check,
+    check_bits_repeat,
+    check_flat_gradient,
+    check_follows_wide,
+    check_planned,
+    check_skips,
+    check_stops,
+    hopper_only,
+)
 
-from distmlp.engine.device import find_obstacle
 from distmlp.engine.layout import ACTIVATIONS
 
-
-def _is_hopper() -> bool:
-    from distmlp.engine.fused_state import describe_device
-
-    return not find_obstacle() and describe_device()[1] == 90
-
-
-pytestmark = pytest.mark.skipif(not _is_hopper(), reason="the bulk kernel is for compute capability 9.0")
+pytestmark = hopper_only
 
 BASE = Case(precision="bf16", kernel="bulk", batch=300, limit=1.5, widths=(40, 130, 70))
 LARGE = BASE.but(widths=(256, 512, 512, 96), activation="relu", optimizer="adam", batch=2048, batches=3)
@@ -69,10 +70,7 @@ def test_optimizers(case: Case) -> None:
 
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_shapes(case: Case) -> None:
-    engine = case.fused()
-    assert engine.plan.kernel == "bulk"
-    engine.close()
-    check(case)
+    check_planned(case, "wide")
 
 
 @pytest.mark.parametrize("dtype", ["u1", "i2", "u8", "f2", "f8"])
@@ -82,26 +80,15 @@ def test_raw_types(dtype: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bits_repeat(case: Case) -> None:
-    """500 steps twice, in launches of different length, over memory that held different things."""
-    first, second = case.fused(poison=0xFF), case.fused(poison=0x3C)
-    one, two = epochs(first, case, 500), epochs(second, case, 500, at_once=1)
-    assert one.tobytes() == two.tobytes()
-    assert bits(first) == bits(second)
+    check_bits_repeat(case, 500)
 
 
 def test_follows_the_general_kernel() -> None:
-    case = CASES[1]
-    bulk, wide = epochs(case.fused(), case, 200), epochs(case.but(kernel="wide").fused(), case, 200)
-    assert bulk[-20:].mean() < 0.8 * bulk[:20].mean()
-    assert np.abs(bulk / wide - 1).max() < 3e-2
+    check_follows_wide(CASES[1], 200, falling=20)
 
 
 def test_flat_gradient() -> None:
-    """The path through the gradient buffer gives the same update as the direct one."""
-    direct, flat = BASE.fused(), BASE.but(options={"clip_norm": 1e30}).fused()
-    for engine in (direct, flat):
-        engine.train(0, 0, rates(2))
-    assert error(flat.state().parameters, direct.state().parameters) < 1e-6
+    check_flat_gradient(BASE)
 
 
 def test_takes_over_another_state() -> None:
@@ -117,25 +104,11 @@ def test_takes_over_another_state() -> None:
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["direct", "norm"])
 @pytest.mark.parametrize("where", ["inputs", "targets"])
 def test_stops_before_a_bad_update(where: str, options: dict) -> None:
-    case = CASES[1].but(options=options)
-    rows = case.data()
-    getattr(rows, where)[int(case.order.batch_rows(0, 2, range(4))[5]), 2] = np.nan
-    engine, clean = case.fused(rows=rows), case.fused()
-    report = engine.train(0, 0, rates(4))
-    assert (report.nonfinite, report.steps) == (2, 2)
-    clean.train(0, 0, rates(2))
-    assert bits(engine) == bits(clean)
+    check_stops(CASES[1].but(options=options), np.nan, where)
 
 
 def test_skips_a_bad_batch() -> None:
-    case = CASES[1].but(run={"on_nonfinite": "skip"})
-    rows = case.data()
-    rows.targets[case.order.batch_rows(0, 1, range(4))[0], 0] = np.nan
-    engine = case.fused(rows=rows)
-    report = engine.train(0, 0, rates(4))
-    assert list(np.isnan(report.losses)) == [False, True, False, False]
-    assert (report.skipped, engine.state().step) == (1, 3)
-    assert np.isfinite(engine.state().parameters).all()
+    check_skips(CASES[1])
 
 
 @hypothesis.settings(max_examples=5, derandomize=True, deadline=None, database=None)

@@ -6,11 +6,22 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from gpu.cases import Case, error, rates
-from gpu.test_runs import bits, epochs
-from gpu.test_steps import check
+from gpu.cases import Case
+from gpu.checks import (
+    check,
+    check_bits_repeat,
+    check_evaluation,
+    check_flat_gradient,
+    check_follows_wide,
+    check_planned,
+    check_skips,
+    check_stops,
+    hopper_only,
+)
 
 from distmlp.engine.layout import ACTIVATIONS
+
+pytestmark = hopper_only
 
 BASE = Case(precision="bf16", kernel="chain", widths=(70, 200, 130, 33), batch=1500, batches=1, limit=1.5)
 MID = BASE.but(widths=(256,) * 6, activation="relu", optimizer="adam", batch=4096, batches=2, limit=3.0)
@@ -43,10 +54,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("case", [MID, *KINDS, *OPTIMIZERS, *SHAPES], ids=str)
 def test_steps(case: Case) -> None:
-    engine = case.fused()
-    assert (engine.plan.kernel, engine.plan.regime) == ("chain", "wide")
-    engine.close()
-    check(case)
+    check_planned(case, "wide")
 
 
 @pytest.mark.parametrize("dtype", ["u1", "i2", "i4", "f2", "f8"])
@@ -55,61 +63,30 @@ def test_raw_types(dtype: str) -> None:
 
 
 def test_follows_the_wide_kernel() -> None:
-    case = MID.but(extra=1000)
-    chain, wide = (epochs(case.but(kernel=kernel).fused(), case, 30) for kernel in ("chain", "wide"))
-    assert chain[-1] < 0.8 * chain[0]
-    assert np.abs(chain / wide - 1).max() < 3e-2
+    check_follows_wide(MID.but(extra=1000), 30, falling=1)
 
 
 @pytest.mark.parametrize("case", [MID.but(extra=100), BASE.but(batch=8000, extra=70, optimizer="adam")], ids=str)
 def test_bits_repeat(case: Case) -> None:
-    """Steps twice, in launches of different length, over memory that held different things."""
-    first, second = case.fused(poison=0xFF), case.fused(poison=0x3C)
-    one, two = epochs(first, case, 200), epochs(second, case, 200, at_once=1)
-    assert one.tobytes() == two.tobytes()
-    assert bits(first) == bits(second)
+    check_bits_repeat(case, 200)
 
 
 def test_flat_gradient() -> None:
-    """The path through the gradient buffer gives the same update as the direct one."""
-    direct, flat = BASE.fused(), BASE.but(options={"clip_norm": 1e30}).fused()
-    for engine in (direct, flat):
-        engine.train(0, 0, rates(1))
-    assert error(flat.state().parameters, direct.state().parameters) < 1e-6
+    check_flat_gradient(BASE, 1)
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["direct", "norm"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_stops_before_a_bad_update(value: float, options: dict) -> None:
-    case = MID.but(options=options)
-    rows = case.data()
-    rows.inputs[int(case.order.batch_rows(0, 1, range(4))[5]), 2] = value
-    engine, clean = case.fused(rows=rows), case.fused()
-    report = engine.train(0, 0, rates(2))
-    assert (report.nonfinite, report.steps) == (1, 1)
-    clean.train(0, 0, rates(1))
-    assert bits(engine) == bits(clean)
+    check_stops(MID.but(options=options), value, batch=1)
 
 
 def test_skips_a_bad_batch() -> None:
-    """Batches that are left out, two in a row, change nothing, and the steps behind them go on."""
-    case = MID.but(batches=4, run={"on_nonfinite": "skip"})
-    rows = case.data()
-    for batch in (1, 2):
-        rows.targets[int(case.order.batch_rows(0, batch, range(4))[7]), 3] = np.inf
-    engine, clean = case.fused(rows=rows), case.fused()
-    report = engine.train(0, 0, rates(4))
-    assert report.skipped == 2
-    for batch in (0, 3):
-        clean.train(0, batch, rates(1))
-    assert bits(engine) == bits(clean)
+    check_skips(MID.but(batches=4), (1, 2), np.inf)
 
 
 def test_evaluation_sees_the_trained_weights() -> None:
-    engine, rows = MID.fused(), MID.data()
-    losses = epochs(engine, MID, 60)
-    after = engine.evaluate(rows.inputs, rows.targets, None).loss / len(rows.inputs)
-    assert after == pytest.approx(losses[-2:].mean(), rel=0.1)
+    check_evaluation(MID)
 
 
 @hypothesis.settings(max_examples=6, derandomize=True, deadline=None, database=None)

@@ -6,9 +6,17 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from gpu.cases import Case, error, rates
-from gpu.test_runs import bits, epochs
-from gpu.test_steps import check
+from gpu.cases import Case
+from gpu.checks import (
+    check,
+    check_bits_repeat,
+    check_evaluation,
+    check_flat_gradient,
+    check_follows_wide,
+    check_planned,
+    check_skips,
+    check_stops,
+)
 
 from distmlp.engine.layout import ACTIVATIONS
 
@@ -58,10 +66,7 @@ def test_optimizers(case: Case) -> None:
 
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_shapes(case: Case) -> None:
-    engine = case.fused()
-    assert engine.plan.regime == "narrow"
-    engine.close()
-    check(case)
+    check_planned(case, "narrow")
 
 
 @pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f8"])
@@ -71,59 +76,30 @@ def test_raw_types(dtype: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bits_repeat(case: Case) -> None:
-    """1000 steps twice, in launches of different length, over memory that held different things."""
-    first, second = case.fused(poison=0xFF), case.fused(poison=0x3C)
-    one, two = epochs(first, case, 1000), epochs(second, case, 1000, at_once=1)
-    assert one.tobytes() == two.tobytes()
-    assert bits(first) == bits(second)
+    check_bits_repeat(case, 1000)
 
 
 def test_follows_the_wide_kernel() -> None:
-    case = CASES[1]
-    narrow, wide = epochs(case.fused(), case, 200), epochs(case.but(kernel="wide").fused(), case, 200)
-    assert narrow[-20:].mean() < 0.8 * narrow[:20].mean()
-    assert np.abs(narrow / wide - 1).max() < 3e-2
+    check_follows_wide(CASES[1], 200, falling=20)
 
 
 def test_flat_gradient() -> None:
-    """The path through the gradient buffer gives the same update as the direct one."""
-    direct, flat = BASE.fused(), BASE.but(options={"clip_norm": 1e30}).fused()
-    for engine in (direct, flat):
-        engine.train(0, 0, rates(2))
-    assert error(flat.state().parameters, direct.state().parameters) < 1e-6
+    check_flat_gradient(BASE)
 
 
 def test_evaluation_sees_the_trained_weights() -> None:
-    engine, rows = DEEP.fused(), DEEP.data()
-    before = engine.evaluate(rows.inputs[:500], rows.targets[:500], None).loss
-    losses = epochs(engine, DEEP, 60)
-    after = engine.evaluate(rows.inputs[:500], rows.targets[:500], None).loss
-    assert after / before == pytest.approx(losses[-3:].mean() / losses[0], rel=0.15)
+    check_evaluation(DEEP)
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["direct", "norm"])
 @pytest.mark.parametrize("where", ["inputs", "targets"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_stops_before_a_bad_update(value: float, where: str, options: dict) -> None:
-    case = CASES[1].but(options=options)
-    rows = case.data()
-    getattr(rows, where)[int(case.order.batch_rows(0, 2, range(4))[5]), 2] = value
-    engine, clean = case.fused(rows=rows), case.fused()
-    report = engine.train(0, 0, rates(4))
-    assert (report.nonfinite, report.steps) == (2, 2)
-    clean.train(0, 0, rates(2))
-    assert bits(engine) == bits(clean)
+    check_stops(CASES[1].but(options=options), value, where)
 
 
 def test_skips_a_bad_batch() -> None:
-    case = CASES[1].but(run={"on_nonfinite": "skip"})
-    rows = case.data()
-    rows.targets[case.order.batch_rows(0, 1, range(4))[0], 0] = np.nan
-    engine = case.fused(rows=rows)
-    report = engine.train(0, 0, rates(4))
-    assert list(np.isnan(report.losses)) == [False, True, False, False]
-    assert (report.skipped, engine.state().step) == (1, 3)
-    assert np.isfinite(engine.state().parameters).all()
+    check_skips(CASES[1])
 
 
 @hypothesis.settings(max_examples=6, derandomize=True, deadline=None, database=None)

@@ -7,8 +7,15 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from gpu.cases import Case, error, rates
-from gpu.test_runs import bits, epochs
-from gpu.test_steps import check
+from gpu.checks import (
+    check,
+    check_bits_repeat,
+    check_evaluation,
+    check_planned,
+    check_skips,
+    check_stops,
+    epochs,
+)
 
 from distmlp.engine.layout import ACTIVATIONS
 
@@ -57,10 +64,7 @@ def test_optimizers(case: Case) -> None:
 
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_shapes(case: Case) -> None:
-    engine = case.fused()
-    assert engine.plan.kernel == "resident"
-    engine.close()
-    check(case)
+    check_planned(case, "wide")
 
 
 @pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f8"])
@@ -70,11 +74,7 @@ def test_raw_types(dtype: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bits_repeat(case: Case) -> None:
-    """300 steps twice, in launches of different length, over memory that held different things."""
-    first, second = case.fused(poison=0xFF), case.fused(poison=0x3C)
-    one, two = epochs(first, case, 300), epochs(second, case, 300, at_once=1)
-    assert one.tobytes() == two.tobytes()
-    assert bits(first) == bits(second)
+    check_bits_repeat(case, 300)
 
 
 def test_follows_the_wide_kernel() -> None:
@@ -85,12 +85,7 @@ def test_follows_the_wide_kernel() -> None:
 
 
 def test_evaluation_sees_the_trained_weights() -> None:
-    case = CASES[1]
-    engine, rows = case.fused(), case.data()
-    before = engine.evaluate(rows.inputs, rows.targets, None).loss
-    losses = epochs(engine, case, 60)
-    after = engine.evaluate(rows.inputs, rows.targets, None).loss
-    assert after / before == pytest.approx(losses[-3:].mean() / losses[0], rel=0.15)
+    check_evaluation(CASES[1])
 
 
 def test_large_magnitudes_take_the_slow_way() -> None:
@@ -111,24 +106,11 @@ def test_large_magnitudes_take_the_slow_way() -> None:
 @pytest.mark.parametrize("where", ["inputs", "targets"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_stops_before_a_bad_update(value: float, where: str) -> None:
-    rows = SEED.data()
-    getattr(rows, where)[int(SEED.order.batch_rows(0, 2, range(4))[5]), 1] = value
-    engine, clean = SEED.fused(rows=rows), SEED.fused()
-    report = engine.train(0, 0, rates(4))
-    assert (report.nonfinite, report.steps) == (2, 2)
-    clean.train(0, 0, rates(2))
-    assert bits(engine) == bits(clean)
+    check_stops(SEED, value, where)
 
 
 def test_skips_a_bad_batch() -> None:
-    case = SEED.but(run={"on_nonfinite": "skip"})
-    rows = case.data()
-    rows.targets[case.order.batch_rows(0, 1, range(4))[0], 0] = np.nan
-    engine = case.fused(rows=rows)
-    report = engine.train(0, 0, rates(4))
-    assert list(np.isnan(report.losses)) == [False, True, False, False]
-    assert (report.skipped, engine.state().step) == (1, 3)
-    assert np.isfinite(engine.state().parameters).all()
+    check_skips(SEED)
 
 
 @hypothesis.settings(max_examples=6, derandomize=True, deadline=None, database=None)

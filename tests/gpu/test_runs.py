@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from engine.fakes import FakeJob, FakeWorld
 from gpu.cases import LIMITS, Case, error, rates
+from gpu.checks import bits, check_bits_repeat, check_skips, check_stops, epochs
 
 from distmlp.engine import layout
 from distmlp.engine.module import Module
@@ -21,30 +22,9 @@ RELU = ADAM.but(activation="relu")  # lets large values through
 CASES = [ADAM, RELU, SPLIT, SOFTMAX, ADAM.but(optimizer="sgd"), ADAM.but(precision="tf32"), ADAM.but(precision="bf16")]
 
 
-def bits(engine) -> list[bytes]:
-    state = engine.state()
-    return [state.parameters.tobytes(), *(slot.tobytes() for slot in state.slots.values())]
-
-
-def epochs(engine, case: Case, steps: int, at_once: int = 1000) -> np.ndarray:
-    """Losses of `steps` steps from the first epoch on."""
-    losses, batches = [], case.order.batches_per_epoch
-    done = 0
-    while done < steps:
-        epoch, first = divmod(done, batches)
-        count = min(at_once, batches - first, steps - done)
-        losses.append(engine.train(epoch, first, rates(count, 1e-3)).losses)
-        done += count
-    return np.concatenate(losses)
-
-
 @pytest.mark.parametrize("case", [ADAM, SPLIT, SOFTMAX], ids=str)
 def test_bits_repeat(case: Case) -> None:
-    """1000 steps twice, in launches of different length, over memory that held different things."""
-    first, second = case.fused(poison=0xFF), case.fused(poison=0x3C)
-    one, two = epochs(first, case, 1000), epochs(second, case, 1000, at_once=3)
-    assert one.tobytes() == two.tobytes()
-    assert bits(first) == bits(second)
+    check_bits_repeat(case, 1000, at_once=3)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
@@ -96,27 +76,11 @@ def test_index_table_is_the_sample_order(rows, streams, batch, shuffle, rank, ra
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["direct", "norm"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e38])
 def test_stops_before_a_bad_update(value: float, options: dict) -> None:
-    case = RELU.but(options=options)
-    rows = case.data()
-    bad = int(case.order.batch_rows(0, 3, range(4))[5])
-    rows.inputs[bad, 2] = value
-    engine, clean = case.fused(rows=rows), case.fused()
-    report = engine.train(0, 0, rates(6))
-    assert (report.nonfinite, report.steps) == (3, 3)
-    clean.train(0, 0, rates(3))
-    assert bits(engine) == bits(clean)
+    check_stops(RELU.but(options=options), value, batch=3)
 
 
 def test_skips_a_bad_batch() -> None:
-    case = ADAM.but(run={"on_nonfinite": "skip"})
-    rows = case.data()
-    rows.targets[case.order.batch_rows(0, 2, range(4))[0], 0] = np.nan
-    engine = case.fused(rows=rows)
-    report = engine.train(0, 0, rates(5))
-    assert report.skipped == 1
-    assert list(np.isnan(report.losses)) == [False, False, True, False, False]
-    assert engine.state().step == 4
-    assert np.isfinite(engine.state().parameters).all()
+    check_skips(ADAM, (2,))
 
 
 @pytest.mark.parametrize(("inputs", "bad"), [(10.0, None), (1e15, 0)], ids=["in bounds", "square overflows"])

@@ -6,7 +6,8 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from gpu.cases import LIMITS, Case, error, rates
+from gpu.cases import Case, error, rates
+from gpu.checks import check
 
 from distmlp.engine.layout import ACTIVATIONS
 
@@ -49,40 +50,6 @@ LARGE = [Case(widths=(8192, 8192, 5), batch=64, precision=p, batches=1, activati
     Case(widths=(9, *(31,) * 63, 2), batch=40, limit=4.0),
     Case(widths=(9, *(32,) * 63, 2), batch=40, precision="bf16", limit=4.0),
 ]
-
-
-def check(case: Case, steps: int = 3) -> None:
-    """Slots and losses after the first step and weights after `steps` agree norm-wise, tensor by tensor within 5×."""
-    limit = LIMITS[case.precision] * case.limit
-    reference, engine = case.reference(), case.fused()
-    steps = min(steps, -(-case.rows // case.batch))
-    try:
-        complaints = []
-        for step in range(steps):
-            wanted, got = reference.train(0, step, rates(1)), engine.train(0, step, rates(1))
-            complaints += _compare(f"loss {step}", got.losses, wanted.losses, 3 * limit)  # a square of differences
-            complaints += _compare(f"weight {step}", got.weights, wanted.weights, 1e-6)
-            true, found = reference.state(), engine.state()
-            assert found.step == true.step
-            # Later slots and Adam's signs follow weights that differ already.
-            slots = true.slots if step == 0 else {}
-            buffers = {**slots, "weights": true.parameters, **({} if true.ema is None else {"ema": true.ema})}
-            for name, buffer in buffers.items():
-                other = found.slots.get(name, found.ema if name == "ema" else found.parameters)
-                complaints += _compare(f"{name} {step}", other, buffer, limit)
-                if name in slots and name != "second_moment":
-                    for layer in engine._network.layers:
-                        for kind in ("weight", "bias"):
-                            part = getattr(layer, kind)
-                            complaints += _compare(f"{name} {kind} {layer.index}", other[part], buffer[part], 5 * limit)
-        assert not complaints, "; ".join(complaints[:12])
-    finally:
-        engine.close()
-
-
-def _compare(what: str, value: np.ndarray, wanted: np.ndarray, limit: float) -> list[str]:
-    off = error(value, wanted)
-    return [] if off <= limit else [f"{what}: {off:.2e} > {limit:.0e}"]
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)

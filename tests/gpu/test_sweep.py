@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gpu.cases import Case, error, rates
-from gpu.test_runs import bits, epochs
-from gpu.test_steps import check
+from gpu.cases import Case
+from gpu.checks import (
+    check_bits_repeat,
+    check_flat_gradient,
+    check_follows_wide,
+    check_planned,
+    check_stops,
+    hopper_only,
+)
 
 from distmlp.engine.layout import ACTIVATIONS
+
+pytestmark = hopper_only
 
 BASE = Case(precision="bf16", kernel="sweep", batch=9000, batches=1, limit=1.5)
 DEEP = BASE.but(widths=(32, 128, 128, 128, 128, 16), activation="relu", optimizer="adam", batch=20_000, limit=2.0)
@@ -39,42 +47,22 @@ CASES = [DEEP.but(batches=2, extra=100), FULL]
 
 @pytest.mark.parametrize("case", [DEEP, *KINDS, *OPTIMIZERS, *SHAPES], ids=str)
 def test_steps(case: Case) -> None:
-    engine = case.fused()
-    assert (engine.plan.kernel, engine.plan.regime) == ("sweep", "narrow")
-    engine.close()
-    check(case)
+    check_planned(case, "narrow")
 
 
 def test_follows_the_wide_kernel() -> None:
-    sweep, wide = (epochs(case.fused(), case, 12) for case in (FULL, FULL.but(kernel="wide")))
-    assert np.abs(sweep / wide - 1).max() < 3e-2
+    check_follows_wide(FULL, 12, falling=0)
 
 
 def test_bits_repeat() -> None:
-    """Steps twice, in launches of different length, over memory that held different things."""
-    case = CASES[0]
-    first, second = case.fused(poison=0xFF), case.fused(poison=0x3C)
-    one, two = epochs(first, case, 200), epochs(second, case, 200, at_once=1)
-    assert one.tobytes() == two.tobytes()
-    assert bits(first) == bits(second)
+    check_bits_repeat(CASES[0], 200)
 
 
 def test_flat_gradient() -> None:
-    """The path through the gradient buffer gives the same update as the direct one."""
-    direct, flat = BASE.fused(), BASE.but(options={"clip_norm": 1e30}).fused()
-    for engine in (direct, flat):
-        engine.train(0, 0, rates(1))
-    assert error(flat.state().parameters, direct.state().parameters) < 1e-6
+    check_flat_gradient(BASE, 1)
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["direct", "norm"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_stops_before_a_bad_update(value: float, options: dict) -> None:
-    case = CASES[0].but(options=options)
-    rows = case.data()
-    rows.inputs[int(case.order.batch_rows(0, 1, range(4))[5]), 2] = value
-    engine, clean = case.fused(rows=rows), case.fused()
-    report = engine.train(0, 0, rates(2))
-    assert (report.nonfinite, report.steps) == (1, 1)
-    clean.train(0, 0, rates(1))
-    assert bits(engine) == bits(clean)
+    check_stops(CASES[0].but(options=options), value, batch=1)

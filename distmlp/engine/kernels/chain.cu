@@ -11,51 +11,32 @@
 // buffer first (update.cuh). No sum depends on the order in which blocks run.
 #include "chain_gradients.cuh"
 
-namespace chain {
-
 static_assert(PRODUCT == BF16, "operands are bfloat16");
-
-// A block's part of the loss, weights and magnitudes of a batch, by one warp, for all blocks.
-__device__ __forceinline__ void write_record(const Buffers& buffers) {
-    float4 x = zeros();
-    if (lane_id() < BLOCK_THREADS / 32) x = shared<float4>(WARPS_AT)[lane_id()];
-    float weight = 0.f;
-    for (int r = lane_id(); r < ROWS; r += 32) weight += shared<float>(WEIGHTS_AT)[r];
-    const float loss = warp_sum(x.x);
-    weight = warp_sum(weight);
-    const u32 activation = __reduce_max_sync(~0u, __float_as_uint(x.y)), error = __reduce_max_sync(~0u, __float_as_uint(x.z));
-    if (lane_id() == 0) __stcg(buffers.records + blockIdx.x, make_uint4(__float_as_uint(loss), __float_as_uint(weight), activation, error));
-}
-
-__device__ __forceinline__ u32 larger_half(u32 pair) { return max(pair << 16, pair & 0xffff0000u); }
-
-}  // namespace chain
 
 // Steps [begin, end) of the table. `apply_first` does not occur: gradients of other ranks are not for this kernel.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(chain::BLOCK_THREADS, 1) chain_steps(
     const void* inputs, const float* targets, const int* labels, const float* weights, const u32* index, int begin,
     int end, int, u8* pieces, u32* kept, float* column_sums, uint4* records, float4* partials, u32* arrivals) {
     using namespace chain;
-    __shared__ Hyper hyper;
-    __shared__ bool sure;
-    const Raw raw = {inputs, targets, labels, weights, index};
-    const Buffers buffers = {pieces, kept, column_sums, records, partials, arrivals};
+    if (threadIdx.x == 0) {
+        context.raw = {inputs, targets, labels, weights, index};
+        context.buffers = {pieces, kept, column_sums, records, partials, arrivals};
+    }
     Control& control = *ENGINE.control;
     GridBarrier barrier(&control.barrier);
     Progress progress = {control.step, control.skipped, control.frozen != 0};
     Ring ring(shared_address(dynamic_shared));
-    const u32 rank = rank_in_pair();
     const int warp = __shfl_sync(~0u, warp_id(), 0);
-    const bool works = warp < WORKERS / 32, copies = warp == WORKERS / 32, helps = warp >= FIRST_HELPER;
+    const bool works = warp < WORKERS / 32, copies = warp == WORKERS / 32;
 
     fill_table();
     if (threadIdx.x == 0) ring.init();
     if (threadIdx.x < BLOCK_THREADS / 32) shared<float4>(WARPS_AT)[threadIdx.x] = zeros();
     for (int i = blockIdx.x * BLOCK_THREADS + threadIdx.x; i < TILES * PAIR * GROUPS; i += gridDim.x * BLOCK_THREADS)
-        buffers.arrivals[i] = 0;
+        arrivals[i] = 0;
     __syncthreads();
-    publish_all(buffers);
-    if (helps && begin < end) gather(raw, ENGINE.steps[begin]);
+    publish_all();
+    if (warp >= FIRST_HELPER && begin < end) gather(begin);
     __syncwarp();
     meet_pair();
     barrier.wait();
@@ -65,80 +46,46 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(chain::BL
             if (blockIdx.x == 0 && threadIdx.x == 0) ENGINE.results[s] = StepResult{0., 0.f, NOT_RUN};
             continue;
         }
-        const StepInfo info = ENGINE.steps[s];
-        if ((int)blockIdx.x < blocks_at_work(info.rows)) {
+        const int rows = ENGINE.steps[s].rows;
+        if ((int)blockIdx.x < blocks_at_work(rows)) {
             if (works) {
-                Largest largest = {0, 0};
-                float loss = 0.f;
-                run_chain(buffers, raw, info, ring, largest, loss);
-                loss = warp_sum(loss);
-                const u32 activation = __reduce_max_sync(~0u, larger_half(largest.activation));
-                const u32 error = __reduce_max_sync(~0u, larger_half(largest.error));
-                if (lane_id() == 0)
-                    shared<float4>(WARPS_AT)[warp] =
-                        make_float4(loss, __uint_as_float(activation), __uint_as_float(error), 0.f);
+                ring = run_chain(ring, rows);
             } else if (copies) {
-                if (lane_id() == 0) {
-                    fence_copies();
-                    stream_weights(buffers, ring, rank);
-                }
-                ring.stage = __shfl_sync(~0u, ring.stage, 0);
-                ring.parity = __shfl_sync(~0u, ring.parity, 0);
+                if (lane_id() == 0) ring = stream_weights(ring);
+                __syncwarp();
+            } else if (warp == FIRST_HELPER) {
+                store_chain(ring.base);
             } else {
-                prefetch(raw, info, s + 1 < end ? ENGINE.steps + s + 1 : nullptr);
+                prefetch(s, end);
             }
-            __syncthreads();
-            if (warp == 0) write_record(buffers);
         }
         fence_copies();
         barrier.wait();
 
         if (works) {
-            sum_and_update(buffers, ring, rank, info.rows, s - begin + 1, hyper, sure);
+            ring = sum_and_update(ring, rows, s - begin + 1);
         } else if (copies) {
-            if (lane_id() == 0) {
-                fence_copies();
-                stream_gradients(buffers, ring, rank, info.rows);
-            }
-            ring.stage = __shfl_sync(~0u, ring.stage, 0);
-            ring.parity = __shfl_sync(~0u, ring.parity, 0);
+            if (lane_id() == 0) ring = stream_gradients(ring, rows);
+            __syncwarp();
         } else {
-            if (s + 1 < end) gather(raw, ENGINE.steps[s + 1]);
+            if (s + 1 < end) gather(s + 1);
             if (warp == FIRST_HELPER) {
-                const Totals totals = collect(buffers, info.rows);
-                if (lane_id() == 0) {
-                    sure = totals.sure && OPTIMIZER != LAMB && !ENGINE.needs_norm;
-                    if (sure) set_hyper(hyper, info.rate, 1.f / totals.weight, progress.step + 1);
-                    if (blockIdx.x == 0) {
-                        control.flags[s + 1 & 1].gradient_not_finite = 0;  // last used in step s - 1
-                        if (sure) {
-                            ENGINE.results[s] = StepResult{totals.loss, totals.weight, DONE};
-                        } else {
-                            float* tally = ENGINE.gradient + ENGINE.size;
-                            for (int i = 0; i < TALLY; ++i) tally[i] = 0.f;
-                            tally[TALLY_LOSS] = (float)totals.loss;
-                            tally[TALLY_WEIGHT] = totals.weight;
-                            tally[TALLY_ROWS] = (float)info.rows;
-                        }
-                    }
-                }
+                prepare_update(s, progress.step);
                 __syncwarp();
                 arrive(TOTALS_KNOWN, WORKERS + 32);
             }
             meet(HELPERS_MEET, 32 * HELPERS);
-            update_biases(buffers, info.rows, hyper, sure);
+            update_biases(rows);
         }
         fence_copies();
-        __syncthreads();
-        const bool done = sure;
         barrier.wait();
-        if (done) {
+        if (context.sure) {
             ++progress.step;
             continue;
         }
         apply_gradient(s, barrier, progress);
         barrier.wait();
-        publish_all(buffers);
+        publish_all();
         barrier.wait();
     }
     if (blockIdx.x == 0) {

@@ -14,13 +14,13 @@ struct Totals {
 };
 
 // By a warp, from the records of the blocks at work.
-__device__ __forceinline__ Totals collect(const Buffers& buffers, int rows) {
+__device__ __forceinline__ Totals collect(int rows) {
     const int count = blocks_at_work(rows);
     double loss = 0.;
     float weight = 0.f;
     u32 activation = 0, error = 0;
     for (int b = lane_id(); b < count; b += 32) {
-        const uint4 record = __ldcg(buffers.records + b);
+        const uint4 record = __ldcg(context.buffers.records + b);
         loss += __uint_as_float(record.x);
         weight += __uint_as_float(record.y);
         activation = max(activation, record.z);
@@ -32,6 +32,27 @@ __device__ __forceinline__ Totals collect(const Buffers& buffers, int rows) {
     const float limit = 0.9f * fminf(largest_sum(weight), 1e38f), sum = e * (float)rows;
     const bool sure = a * sum < limit && sum < limit && fabs(loss) < 1e30 && is_finite(weight) && weight != 0.f;
     return {loss, weight, sure};
+}
+
+// What is to be known before the update, by one warp.
+__device__ __noinline__ void prepare_update(int s, u64 step) {
+    const StepInfo info = ENGINE.steps[s];
+    const Totals totals = collect(info.rows);
+    if (lane_id() != 0) return;
+    const bool sure = totals.sure && OPTIMIZER != LAMB && !ENGINE.needs_norm;
+    context.sure = sure;
+    if (sure) set_hyper(context.hyper, info.rate, 1.f / totals.weight, step + 1);
+    if (blockIdx.x != 0) return;
+    ENGINE.control->flags[s + 1 & 1].gradient_not_finite = 0;  // last used in step s - 1
+    if (sure) {
+        ENGINE.results[s] = StepResult{totals.loss, totals.weight, DONE};
+        return;
+    }
+    float* tally = ENGINE.gradient + ENGINE.size;
+    for (int i = 0; i < TALLY; ++i) tally[i] = 0.f;
+    tally[TALLY_LOSS] = (float)totals.loss;
+    tally[TALLY_WEIGHT] = totals.weight;
+    tally[TALLY_ROWS] = (float)info.rows;
 }
 
 // A pair's share of the work: a tile and a part of the batch.
@@ -58,7 +79,10 @@ struct Unit {
 };
 
 // Operands of the pair's tiles into the ring, by one thread of each block.
-__device__ __forceinline__ void stream_gradients(const Buffers& buffers, Ring& ring, u32 rank, int rows) {
+__device__ __noinline__ Ring stream_gradients(Ring ring, int rows) {
+    const Buffers& buffers = context.buffers;
+    const u32 rank = rank_in_pair();
+    fence_copies();
 #pragma unroll 1
     for (int u = blockIdx.x / PAIR; u < TILES * SPLITS; u += gridDim.x / PAIR) {
         const Unit unit(u, rank, rows);
@@ -79,6 +103,7 @@ __device__ __forceinline__ void stream_gradients(const Buffers& buffers, Ring& r
             ring.advance();
         }
     }
+    return ring;
 }
 
 SHAPE_FN bool all_even() {
@@ -126,8 +151,8 @@ struct TwoWeights {
 };
 
 // Weights (in, out) and (in, out + 1), `out` even, to where products read them; the second may be padding.
-__device__ __forceinline__ void publish(const Buffers& buffers, const Part& part, int in, int out, float2 v, bool both) {
-    u8* piece = buffers.piece(part.pieces + (in >> 6) * part.out + (out >> 6));
+__device__ __forceinline__ void publish(const Part& part, int in, int out, float2 v, bool both) {
+    u8* piece = context.buffers.piece(part.pieces + (in >> 6) * part.out + (out >> 6));
     const int chunk = (out >> 3 & 7) ^ (in & 7);
     __stcg((u32*)(piece + (in & 63) * 128 + chunk * 16 + (out & 7) * 2), pack_pair(v.x, both ? v.y : 0.f));
 }
@@ -140,9 +165,10 @@ __device__ __forceinline__ u32 load_arrivals(const u32* where) {
 
 // The workers' part: products, sums over the parts, update (or the flat gradient, where it is not sure that it may be).
 // `number` of the step in the launch, from 1 on.
-__device__ __forceinline__ void sum_and_update(
-    const Buffers& buffers, Ring& ring, u32 rank, int rows, u32 number, const Hyper& shared_hyper, const bool& sure) {
-    constexpr int AHEAD = 2, PARTS = SPLITS < 6 ? SPLITS : 6;  // loads under way: pairs of weights, parts of their sums
+__device__ __forceinline__ Ring sum_and_update(Ring ring, int rows, u32 number) {
+    const Buffers& buffers = context.buffers;
+    const u32 rank = rank_in_pair();
+    constexpr int AHEAD = CHAIN_MEAN ? 2 : 3, PARTS = SPLITS < 6 ? SPLITS : 6;  // loads under way: pairs of weights, parts of their sums
     const Place place;
     const int thread = threadIdx.x & 127, half = place.group & 1, other = place.group >> 1;
     bool met = false;
@@ -168,6 +194,25 @@ __device__ __forceinline__ void sum_and_update(
 #pragma unroll
         for (int j = 0; j < 8; ++j)
             __stcg(mine + j * 128, make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]));
+        const float2* const sums_of_parts = (const float2*)partials;
+        const int end = 2048 * (unit.split + 1) / SPLITS;
+        int from = 2048 * unit.split / SPLITS + thread;
+        // What does not exist is loaded from where something does, so that loads need no branches.
+        const auto pair = [&](int i) { return min(from + i * 128, end - 1); };
+        const auto in = [&](int i) { return 64 * in_panel + 16 * (pair(i) >> 6 & 3) + (pair(i) >> 3 & 7) + 8 * (pair(i) & 1); };
+        const auto out = [&](int i) { return 64 * out_panel + 8 * (pair(i) >> 8) + (pair(i) & 6); };
+        const auto exists = [&](int i) { return from + i * 128 < end && in(i) < part.fan_in && out(i) < part.fan_out; };
+        const auto both = [&](int i) { return EVEN || out(i) + 1 < part.fan_out; };
+        TwoWeights weights[AHEAD];
+        int at[AHEAD];
+        const auto load_weights = [&] {
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                at[i] = part.weight + (exists(i) ? in(i) * part.fan_out + out(i) : 0);
+                weights[i].load(at[i], both(i));
+            }
+        };
+        load_weights();  // while the other parts are waited for
         meet(GROUP_MEETS + place.group, 128);
         if (thread == 0) {
             asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
@@ -175,26 +220,13 @@ __device__ __forceinline__ void sum_and_update(
             }
         }
         meet(GROUP_MEETS + place.group, 128);
-        const Hyper h = shared_hyper;
-        const float2* const sums_of_parts = (const float2*)partials;
-        const int end = 2048 * (unit.split + 1) / SPLITS;
+        const Hyper h = context.hyper;
+        const bool sure = context.sure;
 #pragma unroll 1
-        for (int from = 2048 * unit.split / SPLITS + thread; from < end; from += AHEAD * 128) {
-            const auto in = [&](int i) {
-                const int f = from + i * 128;
-                return 64 * in_panel + 16 * (f >> 6 & 3) + (f >> 3 & 7) + 8 * (f & 1);
-            };
-            const auto out = [&](int i) { return 64 * out_panel + 8 * (from + i * 128 >> 8) + (from & 6); };
-            const auto exists = [&](int i) { return from + i * 128 < end && in(i) < part.fan_in && out(i) < part.fan_out; };
-            const auto both = [&](int i) { return EVEN || out(i) + 1 < part.fan_out; };
-            const auto at = [&](int i) { return part.weight + in(i) * part.fan_out + out(i); };
-            TwoWeights weights[AHEAD];
+        while (from < end) {
             float2 sum[AHEAD];
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) {
-                if (exists(i)) weights[i].load(at(i), both(i));
-                sum[i] = make_float2(0.f, 0.f);
-            }
+            for (int i = 0; i < AHEAD; ++i) sum[i] = make_float2(0.f, 0.f);
 #pragma unroll
             for (int p = 0; p < SPLITS; p += PARTS) {
                 float2 x[AHEAD][PARTS];
@@ -202,8 +234,7 @@ __device__ __forceinline__ void sum_and_update(
                 for (int i = 0; i < AHEAD; ++i)
 #pragma unroll
                     for (int j = 0; j < PARTS; ++j)
-                        x[i][j] = p + j < SPLITS && exists(i) ? __ldcg(sums_of_parts + (p + j) * 2048 + from + i * 128)
-                                                                 : make_float2(0.f, 0.f);
+                        x[i][j] = p + j < SPLITS ? __ldcg(sums_of_parts + (p + j) * 2048 + pair(i)) : make_float2(0.f, 0.f);
 #pragma unroll
                 for (int i = 0; i < AHEAD; ++i)
 #pragma unroll
@@ -214,20 +245,25 @@ __device__ __forceinline__ void sum_and_update(
                 if (!exists(i)) continue;
                 if (sure) {
                     weights[i].update(h, sum[i]);
-                    weights[i].store(at(i), both(i));
-                    publish(buffers, part, in(i), out(i), weights[i].value, both(i));
+                    weights[i].store(at[i], both(i));
+                    publish(part, in(i), out(i), weights[i].value, both(i));
                 } else {
-                    TwoWeights::put(ENGINE.gradient, at(i), both(i), sum[i]);
+                    TwoWeights::put(ENGINE.gradient, at[i], both(i), sum[i]);
                 }
             }
+            from += AHEAD * 128;
+            if (from < end) load_weights();
         }
     }
     if (!met) meet(TOTALS_KNOWN, WORKERS + 32);
+    return ring;
 }
 
 // The helpers' part: biases, from the column sums of errors; four neighbours a warp at a time.
-__device__ __forceinline__ void update_biases(const Buffers& buffers, int rows, const Hyper& shared_hyper, bool sure) {
-    const Hyper h = shared_hyper;
+__device__ __noinline__ void update_biases(int rows) {
+    const Buffers& buffers = context.buffers;
+    const Hyper h = context.hyper;
+    const bool sure = context.sure;
     const int count = blocks_at_work(rows);
 #pragma unroll 1
     for (int u = (warp_id() - FIRST_HELPER) * gridDim.x + blockIdx.x; u < FEATURES / 4; u += HELPERS * gridDim.x) {
@@ -250,7 +286,7 @@ __device__ __forceinline__ void update_biases(const Buffers& buffers, int rows, 
 }
 
 // All weights to where products read them. Any grid; a barrier must follow.
-__device__ __forceinline__ void publish_all(const Buffers& buffers) {
+__device__ __noinline__ void publish_all() {
     for (int l = 0; l < LAYERS; ++l) {
         const Part& part = part_of(l);
         const int pairs = (part.fan_out + 1) / 2;
@@ -258,7 +294,7 @@ __device__ __forceinline__ void publish_all(const Buffers& buffers) {
             const int in = i / pairs, out = i % pairs * 2;
             const bool both = out + 1 < part.fan_out;
             const float2 v = TwoWeights::get(ENGINE.parameters, part.weight + in * part.fan_out + out, both);
-            publish(buffers, part, in, out, v, both);
+            publish(part, in, out, v, both);
         }
     }
     fence_copies();

@@ -6,17 +6,6 @@
 
 namespace chain {
 
-struct Buffers {
-    u8* pieces;          // weights, inputs of layers, errors: see chain_shape.cuh
-    u32* kept;           // what slopes are told from, (blocks, layers, panels / 4, words, WORKERS)
-    float* column_sums;  // of errors, (FEATURES, blocks)
-    uint4* records;      // (blocks,): loss, weight, largest magnitude of activations and of errors
-    float4* partials;    // (tiles, splits, PAIR, GROUPS, 8, 128)
-    u32* arrivals;       // of splits, (tiles, PAIR, GROUPS)
-
-    __device__ __forceinline__ u8* piece(int i) const { return pieces + (i64)i * PIECE_BYTES; }
-};
-
 // ReLU and its leaky kin need a bit an output; others keep the output or the slope itself.
 constexpr bool BITS = HIDDEN_ACTIVATION == RELU || HIDDEN_ACTIVATION == LEAKY_RELU;
 constexpr int KEPT = BITS ? 1 : PAIRS;  // words a thread and 64 features
@@ -56,9 +45,9 @@ struct Place {
 };
 
 // A block's panels of one matrix to device memory, by one thread.
-__device__ __forceinline__ void copy_panels_out(const Buffers& buffers, u32 from, int first_piece, int count) {
+__device__ __forceinline__ void copy_panels_out(u32 from, int first_piece, int count) {
     const int row = blockIdx.x * ROWS;
-    u8* to = buffers.piece(first_piece + row / 64 * count) + row % 64 * 128;
+    u8* to = context.buffers.piece(first_piece + row / 64 * count) + row % 64 * 128;
 #pragma unroll 1
     for (int p = 0; p < count; ++p) copy_out(to + (i64)p * PIECE_BYTES, from + p * PANEL_BYTES, PANEL_BYTES);
     commit_copies_out();
@@ -110,7 +99,7 @@ __device__ __forceinline__ void apply_slopes(int kind, float (&sums)[SUMS], cons
 
 // Errors to bfloat16, and their sums over the block's rows to device memory.
 __device__ __forceinline__ void finish_errors(
-    const Buffers& buffers, const Part& part, const Place& place, int panel, bool works, const float (&sums)[SUMS],
+    const Part& part, const Place& place, int panel, bool works, const float (&sums)[SUMS],
     u32 (&pairs)[PAIRS], Largest& largest) {
     float low = 0.f, high = 0.f;
 #pragma unroll
@@ -127,7 +116,7 @@ __device__ __forceinline__ void finish_errors(
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) largest.error = larger_pair(largest.error, pairs[i]);
     if (place.q == 0) {
-        float* to = buffers.column_sums + (i64)(part.feature + place.feature(panel)) * gridDim.x + blockIdx.x;
+        float* to = context.buffers.column_sums + (i64)(part.feature + place.feature(panel)) * gridDim.x + blockIdx.x;
         __stcg(to, low);
         __stcg(to + 8 * gridDim.x, high);
     }
@@ -138,36 +127,41 @@ constexpr bool TURNS_AT_ONCE =
     panels(LAYERS) <= GROUPS && panels(LAYERS - 1) <= GROUPS && panels(LAYERS - 1) + 2 <= STAGES && LAYERS > 1;
 
 // The weights of all layers, forward and backward, into the ring, by one thread of each block of the pair.
-__device__ __forceinline__ void stream_weights(const Buffers& buffers, Ring& ring, u32 rank) {
+__device__ __noinline__ Ring stream_weights(Ring ring) {
+    const Buffers& buffers = context.buffers;
+    const u32 rank = rank_in_pair();
+    fence_copies();
 #pragma unroll 1
     for (int phase = 0; phase < 2 * LAYERS - 1; ++phase) {
         if (TURNS_AT_ONCE && phase == LAYERS) continue;
         const bool forward = phase < LAYERS;
         const Part& part = part_of(forward ? phase : 2 * LAYERS - 1 - phase);
         const int outer = forward ? part.out : part.in, depth = forward ? part.in : part.out;
+        // Pieces of a stage, and from stage to stage, lie so far apart.
+        const i64 apart = forward ? PIECE_BYTES : part.out * PIECE_BYTES;
+        const i64 next = forward ? part.out * PIECE_BYTES : PIECE_BYTES;
 #pragma unroll 1
         for (int group = 0; group < outer; group += GROUPS) {
             const int count = outer - group < GROUPS ? outer - group : GROUPS, half = (count + 1) >> 1;
-            const int from = rank ? half : 0, to = rank ? count : half;
+            const int first = rank ? half : 0, own = rank ? count - half : half;
+            const u8* from = buffers.piece(part.pieces) + (group + first) * apart;
 #pragma unroll 1
             for (int k = 0; k < depth; ++k) {
                 ring.await_empty();
-                const u32 full = ring.full(ring.stage), at = ring.address();
+                const u32 full = ring.full(ring.stage), at = ring.address() + first * PIECE_BYTES;
                 expect_bytes(full, count * PIECE_BYTES);
                 if (forward) {
-                    if (from < to)
-                        copy_to_pair(
-                            at + from * PIECE_BYTES, buffers.piece(part.pieces + k * part.out + group + from),
-                            (to - from) * PIECE_BYTES, full);
+                    if (own) copy_to_pair(at, from, own * PIECE_BYTES, full);
                 } else {
-                    for (int i = from; i < to; ++i)
-                        copy_to_pair(
-                            at + i * PIECE_BYTES, buffers.piece(part.pieces + (group + i) * part.out + k), PIECE_BYTES, full);
+                    if (own) copy_to_pair(at, from, PIECE_BYTES, full);
+                    if (own > 1) copy_to_pair(at + PIECE_BYTES, from + apart, PIECE_BYTES, full);
                 }
+                from += next;
                 ring.advance();
             }
         }
     }
+    return ring;
 }
 
 }  // namespace chain

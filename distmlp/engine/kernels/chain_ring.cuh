@@ -68,7 +68,7 @@ __device__ __forceinline__ void arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 // Named barriers of a block; 0 is that of __syncthreads.
-enum { WORKERS_MEET = 1, TOTALS_KNOWN = 2, HELPERS_MEET = 3, GROUP_MEETS = 4 };
+enum { LAYER_DONE = 1, TOTALS_KNOWN, HELPERS_MEET, ROWS_MEET, GROUP_MEETS = 8 };
 
 __device__ __forceinline__ u32 rank_in_pair() {
     u32 rank;

@@ -43,28 +43,32 @@ __device__ __forceinline__ float4 raw_columns(const void* inputs, i64 row, int c
     return raw_columns<float, float>(inputs, row, c);
 }
 
-// Lines of the rows at `index` of `bytes` each, towards L2, by the helpers: `at` gives a row in the raw store.
+// Lines of rows of `bytes` each towards L2, by all helpers but the first; `at` gives a row's place in the raw store.
 template <class At>
 __device__ __forceinline__ void prefetch_rows(const void* from, int bytes, int rows, const At& at) {
-    const int helper = threadIdx.x - 32 * FIRST_HELPER, lines = bytes / 128 + 1;
-    for (int i = helper; i < ROWS * lines; i += 32 * HELPERS) {
+    const int lines = bytes / 128 + 1;
+    for (int i = threadIdx.x - 32 * (FIRST_HELPER + 1); i < ROWS * lines; i += 32 * (HELPERS - 1)) {
         const int r = i / lines, within = min(i % lines * 128, bytes - 1);
         if ((int)(blockIdx.x * ROWS) + r < rows)
             asm volatile("prefetch.global.L2 [%0];" ::"l"((const u8*)from + at(r) * bytes + within));
     }
 }
-// What the chain of this step and the next step's gathering will ask for.
-__device__ __forceinline__ void prefetch(const Raw& raw, const StepInfo& info, const StepInfo* next) {
+// What the loss of this step and the next step's gathering will ask for.
+__device__ __noinline__ void prefetch(int s, int end) {
+    const Raw& raw = context.raw;
     if (!LABELS)
-        prefetch_rows(raw.targets, width(LAYERS) * 4, info.rows, [&](int r) { return shared<i64>(ROWS_AT)[r]; });
-    if (next)
-        prefetch_rows(raw.inputs, width(0) * RAW_BYTES, next->rows, [&](int r) {
-            return raw_row(raw, next->first + blockIdx.x * ROWS + r);
-        });
+        prefetch_rows(raw.targets, width(LAYERS) * 4, ENGINE.steps[s].rows, [&](int r) { return shared<i64>(ROWS_AT)[r]; });
+    if (s + 1 == end) return;
+    const StepInfo next = ENGINE.steps[s + 1];
+    prefetch_rows(raw.inputs, width(0) * RAW_BYTES, next.rows, [&](int r) {
+        return raw_row(raw, next.first + blockIdx.x * ROWS + r);
+    });
 }
 
 // Every row, padding included, by the helpers; the largest magnitude to the place of the warp.
-__device__ __forceinline__ void gather(const Raw& raw, const StepInfo& info) {
+__device__ __noinline__ void gather(int s) {
+    const Raw& raw = context.raw;
+    const StepInfo info = ENGINE.steps[s];
     constexpr int QUADS = 16 * panels(0), ITEMS = ROWS * QUADS, AHEAD = 8;
     const int helper = threadIdx.x - 32 * FIRST_HELPER, first = blockIdx.x * ROWS;
     if (helper < ROWS) {

@@ -99,13 +99,33 @@ constexpr int SHARED_BYTES = TABLE_AT + LAYERS * (int)sizeof(Part);
 static_assert(SHARED_BYTES == CHAIN_SHARED_BYTES, "as plan_chain.py");
 static_assert(16 * 4 * ROWS * 4 <= BUFFER_BYTES, "softmax keeps its sums in a buffer");
 
+struct Buffers {
+    u8* pieces;          // weights, inputs of layers, errors: see above
+    u32* kept;           // what slopes are told from, (blocks, layers, panels / 4, words, WORKERS)
+    float* column_sums;  // of errors, (FEATURES, blocks)
+    uint4* records;      // (blocks,): loss, weight, largest magnitude of activations and of errors
+    float4* partials;    // (tiles, PAIR, GROUPS, splits, 8, 128)
+    u32* arrivals;       // of splits, (tiles, PAIR, GROUPS)
+
+    __device__ __forceinline__ u8* piece(int i) const { return pieces + (i64)i * PIECE_BYTES; }
+};
+
+// What all of a block's threads need all the time. The phases are functions of their own, so that each has the registers
+// to itself.
+__shared__ struct {
+    Raw raw;
+    Buffers buffers;
+    Hyper hyper;   // of the update
+    bool sure;     // that it may be done at once
+} context;
+
 template <class T>
 __device__ __forceinline__ T* shared(int at) {
     return (T*)(dynamic_shared + at);
 }
 __device__ __forceinline__ const Part& part_of(int l) { return shared<const Part>(TABLE_AT)[l]; }
 
-__device__ __forceinline__ void fill_table() {
+__device__ __noinline__ void fill_table() {
     if (threadIdx.x < LAYERS) {
         const int l = threadIdx.x;
         const Layer& layer = ENGINE.layer[l];

@@ -17,6 +17,14 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, boo
     *(uint4*)shared = valid ? *(const uint4*)global : make_uint4(0, 0, 0, 0);
 #endif
 }
+// The same to an address in shared memory.
+__device__ __forceinline__ void copy_async(u32 shared, const void* global, bool valid) {
+#if HAS_ASYNC_COPY
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
+#else
+    copy_async(__cvta_shared_to_generic(shared), global, valid);
+#endif
+}
 // The same for four bytes.
 __device__ __forceinline__ void copy_word_async(void* shared, const void* global, bool valid) {
 #if HAS_ASYNC_COPY

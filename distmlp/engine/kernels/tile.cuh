@@ -28,25 +28,60 @@ struct View {
     int rows, cols;
 };
 
+// A thread's share of the copies of ROWS × CHUNKS pieces of 16 bytes, for one stage after another: what they have in
+// common is worked out once a tile. K_ROWS: the depth runs along rows.
+template <int ROWS, int CHUNKS, bool K_ROWS, int DEPTH>
+struct Copies {
+    static constexpr int CHUNK = 16 / sizeof(Element), PASS = THREADS / CHUNKS;  // elements; rows at a time
+    static_assert(THREADS % CHUNKS == 0, "threads share the rows out evenly");
+    const u8* source;
+    u32 row_bytes;
+    int rows, cols;  // that there are from the thread's first element on, may be negative
+
+    static __device__ __forceinline__ int row() { return threadIdx.x / CHUNKS; }
+    static __device__ __forceinline__ int chunk() { return threadIdx.x % CHUNKS; }
+
+    __device__ __forceinline__ void begin(const View& from, int r, int c) {
+        r += row(), c += chunk() * CHUNK;
+        source = (const u8*)(from.base + r * from.ld + c);
+        rows = from.rows - r, cols = from.cols - c;
+        row_bytes = (u32)from.ld * (u32)sizeof(Element);
+    }
+    // place(r): address in shared memory of the thread's piece r rows below its first one.
+    template <class Place>
+    __device__ __forceinline__ void copy(const Place& place) const {
+        const bool inside = cols > 0;
+        const u8* from = source;
+#pragma unroll
+        for (int r = 0; r < ROWS; r += PASS) {
+            if (ROWS % PASS == 0 || r + row() < ROWS) copy_async(place(r), from, inside && r < rows);
+            from += PASS * row_bytes;
+        }
+    }
+    __device__ __forceinline__ void next() {
+        source += DEPTH * (K_ROWS ? row_bytes : (u32)sizeof(Element));
+        (K_ROWS ? rows : cols) -= DEPTH;
+    }
+};
+
 // A tile of ROWS × COLS elements in shared memory; the padding keeps fragment loads free of bank conflicts.
 template <int ROWS, int COLS, int PAD>
 struct Staged {
     static constexpr int STRIDE = COLS + PAD, SIZE = ROWS * STRIDE;
-    static constexpr int CHUNK = 16 / sizeof(Element), CHUNKS = COLS / CHUNK, PASS = THREADS / CHUNKS;
+    static constexpr int CHUNK = 16 / sizeof(Element);
 
-    static __device__ __forceinline__ void load(Element* tile, const View& from, int row, int col) {
-        static_assert(COLS % CHUNK == 0 && THREADS % CHUNKS == 0, "threads share the rows out evenly");
-        const int c = threadIdx.x % CHUNKS * CHUNK;
-        const bool inside = col + c < from.cols;
-        const int first = threadIdx.x / CHUNKS;
-        const Element* source = from.base + (i64)(row + first) * from.ld + (col + c);
-#pragma unroll
-        for (int r = 0; r < ROWS; r += PASS) {
-            if (ROWS % PASS == 0 || r + first < ROWS)
-                copy_async(tile + (r + first) * STRIDE + c, source, inside && row + r + first < from.rows);
-            source += (i64)PASS * from.ld;
+    template <bool K_ROWS, int DEPTH>
+    struct Cursor {
+        typedef Copies<ROWS, COLS / CHUNK, K_ROWS, DEPTH> All;
+        All all;
+
+        __device__ __forceinline__ void begin(const View& from, int r, int c) { all.begin(from, r, c); }
+        __device__ __forceinline__ void copy(u32 tile) const {
+            const u32 own = tile + (All::row() * STRIDE + All::chunk() * CHUNK) * (int)sizeof(Element);
+            all.copy([=](int r) { return own + r * STRIDE * (int)sizeof(Element); });
         }
-    }
+        __device__ __forceinline__ void next() { all.next(); }
+    };
 };
 
 #ifndef UPDATE_AHEAD
@@ -143,6 +178,24 @@ struct TileWork {
     int m0, n0, k, steps;
 };
 
+// Where a thread stands in the copies of a tile's stages.
+template <class StageA, class StageB, bool A_ROWS_M, bool B_ROWS_K, int DEPTH>
+struct Operands {
+    typename StageA::template Cursor<!A_ROWS_M, DEPTH> a;
+    typename StageB::template Cursor<B_ROWS_K, DEPTH> b;
+
+    __device__ __forceinline__ void begin(const TileWork& w) {
+        a.begin(w.a, A_ROWS_M ? w.m0 : w.k, A_ROWS_M ? w.k : w.m0);
+        b.begin(w.b, B_ROWS_K ? w.k : w.n0, B_ROWS_K ? w.n0 : w.k);
+    }
+    __device__ __forceinline__ void copy_a(u32 stage) const { a.copy(stage); }
+    __device__ __forceinline__ void copy_b(u32 stage) const { b.copy(stage + StageA::SIZE * (int)sizeof(Element)); }
+    __device__ __forceinline__ void next() {
+        a.next();
+        b.next();
+    }
+};
+
 // C (m, n) = sum over k of A (m, k) B (k, n). A lies as (m, k) where A_ROWS_M, else as (k, m);
 // B lies as (k, n) where B_ROWS_K, else as (n, k).
 template <class S, bool A_ROWS_M, bool B_ROWS_K>
@@ -230,18 +283,13 @@ struct Product {
 
     // The main loop, as `for_each_tile` drives it.
     static __device__ __forceinline__ Element* stages(void* shared) { return (Element*)shared; }
-    static __device__ __forceinline__ void fetch_a(const TileWork& work, int k, Element* stage) {
-        StageA::load(stage, work.a, A_ROWS_M ? work.m0 : k, A_ROWS_M ? k : work.m0);
-    }
-    static __device__ __forceinline__ void fetch_b(const TileWork& work, int k, Element* stage) {
-        StageB::load(stage + StageA::SIZE, work.b, B_ROWS_K ? k : work.n0, B_ROWS_K ? work.n0 : k);
-    }
+    typedef Operands<StageA, StageB, A_ROWS_M, B_ROWS_K, S::K> Cursor;
     __device__ __forceinline__ void begin() {
 #pragma unroll
         for (int i = 0; i < PAIRS * 2; ++i) c[i] = 0.f;
     }
     static __device__ __forceinline__ void arrived() {}             // before the barrier that opens a stage to all
-    __device__ __forceinline__ void start(const Element*) {}        // a stage's product, before the next fetch
+    __device__ __forceinline__ void start(u32) {}                   // a stage's product, before the next fetch
     __device__ __forceinline__ void settle(const Element* stage) {  // and behind it
         multiply(stage, stage + StageA::SIZE);
     }
@@ -395,9 +443,15 @@ template <class P, class Work>
 __device__ __forceinline__ void fetch_ahead(void* shared, const Work& work) {
     TileWork tile;
     if (!work(0, tile)) return;
+    typename P::Cursor cursor;
+    cursor.begin(tile);
+    u32 stage = (u32)__cvta_generic_to_shared(P::stages(shared));
 #pragma unroll 1
-    for (int s = 0; s < P::AHEAD && s < tile.steps; ++s)
-        P::fetch_b(tile, tile.k + s * P::DEPTH, P::stages(shared) + s * P::STAGE);
+    for (int s = 0; s < P::AHEAD && s < tile.steps; ++s) {
+        cursor.copy_b(stage);
+        cursor.next();
+        stage += P::STAGE * (int)sizeof(Element);
+    }
 }
 
 // Computes this block's tiles one after another: work(i, tile) describes the i-th, false behind the last;
@@ -407,29 +461,42 @@ __device__ __forceinline__ void fetch_ahead(void* shared, const Work& work) {
 template <class P, class Work, class Begin, class Finish>
 __device__ __forceinline__ void for_each_tile(
     void* shared, const Work& work, bool fetched, const Begin& begin, const Finish& finish) {
+    constexpr u32 STAGE_BYTES = P::STAGE * sizeof(Element), RING_BYTES = P::STAGES * STAGE_BYTES;
     Element* stages = P::stages(shared);
-    TileWork ahead, tile;
-    int next = 0, next_step = 0, fill = 0, use = 0;
-    bool more = work(0, ahead);
+    const u32 base = (u32)__cvta_generic_to_shared(stages);
+    typename P::Cursor cursor;
+    TileWork tile;
+    int next = 0, left = 0;  // the tile whose stages are fetched, and those left of it
+    u32 fill = base, use = base;
+    bool more = work(0, tile);
+    if (more) {
+        cursor.begin(tile);
+        left = tile.steps;
+    }
+    const auto following = [](u32 stage, u32 base) { return stage + STAGE_BYTES == base + RING_BYTES ? base : stage + STAGE_BYTES; };
     const auto fetch = [&](bool with_b) {
-        if (more && next_step < ahead.steps) {
-            const int k = ahead.k + next_step++ * P::DEPTH;
-            P::fetch_a(ahead, k, stages + fill * P::STAGE);
-            if (with_b) P::fetch_b(ahead, k, stages + fill * P::STAGE);
+        if (left > 0) {
+            cursor.copy_a(fill);
+            if (with_b) cursor.copy_b(fill);
+            cursor.next();
+            --left;
         }
         copy_commit();
-        fill = fill + 1 == P::STAGES ? 0 : fill + 1;
+        fill = following(fill, base);
     };
     const auto advance = [&](int i) {  // to the tile whose next stage is to be fetched
-        while (more && next_step == ahead.steps && (P::APART || next < i)) {
-            next_step = 0;
+        while (left == 0 && more && (P::APART || next < i)) {
+            TileWork ahead;
             more = work(++next, ahead);
+            if (!more) break;
+            cursor.begin(ahead);
+            left = ahead.steps;
         }
     };
 #pragma unroll 1
     for (int i = 0; work(i, tile); ++i) {
         if (i == 0 || !P::APART) {
-            fill = use = 0;
+            fill = use = base;
 #pragma unroll 1
             for (int s = 0; s < P::AHEAD; ++s) {
                 advance(i);
@@ -445,12 +512,11 @@ __device__ __forceinline__ void for_each_tile(
             copy_wait<P::AHEAD - 1>();
             P::arrived();
             __syncthreads();
-            const Element* stage = stages + use * P::STAGE;
-            product.start(stage);
+            product.start(use);
             fetch(true);
-            product.settle(stage);
+            product.settle(stages + (use - base) / (u32)sizeof(Element));
             advance(i);
-            use = use + 1 == P::STAGES ? 0 : use + 1;
+            use = following(use, base);
         }
         product.end();
         if (!P::APART) copy_wait<0>();

@@ -12,34 +12,38 @@
 template <int ROWS, int COLS>
 struct Swizzled {
     static constexpr int BLOCK = ROWS * 64, SIZE = (COLS + 63) / 64 * BLOCK;  // elements
-    static constexpr int CHUNKS = COLS / 8, PASS = THREADS / CHUNKS;
-    static constexpr bool EVEN = THREADS % CHUNKS == 0;  // a thread keeps to a column
-    static_assert(COLS % 8 == 0 && (!EVEN || (PASS % 8 == 0 && ROWS % PASS == 0)), "whole passes");
+    static constexpr int CHUNKS = COLS / 8, FULL = CHUNKS < 16 ? 8 : CHUNKS < 32 ? 16 : 32;
+    static constexpr int REST = CHUNKS - FULL > 0 ? CHUNKS - FULL : 1;  // behind a power of two
+    static_assert(COLS % 8 == 0 && CHUNKS >= FULL && THREADS / FULL % 8 == 0 && ROWS % (THREADS / FULL) == 0, "whole passes");
 
-    static __device__ __forceinline__ void load(Element* tile, const View& from, int row, int col) {
-        if constexpr (!EVEN) {
-#pragma unroll
-            for (int first = 0; first < ROWS * CHUNKS; first += THREADS) {
-                const int i = first + threadIdx.x, r = i / CHUNKS, chunk = i % CHUNKS;
-                if ((ROWS * CHUNKS) % THREADS == 0 || i < ROWS * CHUNKS)
-                    copy_async(
-                        tile + (chunk / 8) * BLOCK + r * 64 + ((chunk ^ r) & 7) * 8,
-                        from.base + (i64)(row + r) * from.ld + (col + chunk * 8),
-                        row + r < from.rows && col + chunk * 8 < from.cols);
-            }
-            return;
-        }
-        const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
-        const bool inside = col + chunk * 8 < from.cols;
-        const Element* source = from.base + (i64)(row + first) * from.ld + (col + chunk * 8);
-        // the row's number modulo 8 is the same in every pass
-        Element* to = tile + (chunk / 8) * BLOCK + first * 64 + ((chunk ^ first) & 7) * 8;
-#pragma unroll
-        for (int r = 0; r < ROWS; r += PASS) {
-            copy_async(to + r * 64, source, inside && row + r + first < from.rows);
-            source += (i64)PASS * from.ld;
-        }
+    static __device__ __forceinline__ u32 place(int chunk, int row) {  // bytes
+        return ((chunk / 8) * BLOCK + row * 64 + ((chunk ^ row) & 7) * 8) * 2;
     }
+
+    template <bool K_ROWS, int DEPTH>
+    struct Cursor {
+        typedef Copies<ROWS, FULL, K_ROWS, DEPTH> Main;
+        typedef Copies<ROWS, REST, K_ROWS, DEPTH> Rest;
+        Main main;
+        Rest rest;
+
+        __device__ __forceinline__ void begin(const View& from, int r, int c) {
+            main.begin(from, r, c);
+            if (CHUNKS > FULL) rest.begin(from, r, c + FULL * 8);
+        }
+        __device__ __forceinline__ void copy(u32 tile) const {
+            // the row's number modulo 8 is the same in every pass
+            const u32 own = tile + place(Main::chunk(), Main::row());
+            main.copy([=](int r) { return own + r * 128; });
+            if (CHUNKS == FULL) return;
+            const u32 behind = tile + place(FULL + Rest::chunk(), Rest::row());
+            rest.copy([=](int r) { return behind + r * 128; });
+        }
+        __device__ __forceinline__ void next() {
+            main.next();
+            if (CHUNKS > FULL) rest.next();
+        }
+    };
 };
 
 template <class S, bool A_ROWS_M, bool B_ROWS_K>
@@ -62,38 +66,36 @@ struct WarpgroupProduct : Product<S, A_ROWS_M, B_ROWS_K> {
         return (Element*)(((u64)shared + 1023) & ~(u64)1023);
     }
     static __device__ __forceinline__ void arrived() {
+#if !NO_PROXY_FENCE
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // plain copies, read by the tensor cores
+#endif
     }
-    __device__ __forceinline__ void start(const Element* stage) {
-        const u32 at = (u32)__cvta_generic_to_shared(stage);
-        const int group = threadIdx.x >> 7;  // warpgroup
+    __device__ __forceinline__ void start(u32 stage) {
+        const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0);  // warpgroup
         constexpr int STEPS = S::K / 16 / S::WK;
         const int first = S::WK > 1 ? group * STEPS : 0;  // of the stage's products
-        const u64 of_a = matrix<A_ROWS_M>(at + (S::WK > 1 ? 0 : group * 64 * 64 * 2), StageA::BLOCK);
-        const u64 of_b = matrix<!B_ROWS_K>(at + StageA::SIZE * 2, StageB::BLOCK);
+        const u32 a = matrix<A_ROWS_M>(stage, StageA::BLOCK) + (S::WK > 1 ? 0 : group * (64 * 64 * 2 / 16));
+        const u32 b = matrix<!B_ROWS_K>(stage + StageA::SIZE * 2, StageB::BLOCK);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int k = 0; k < STEPS; ++k)
             narrow::Wgmma<S::N / 8>::template ss<!A_ROWS_M, B_ROWS_K>(
-                this->c, of_a + (first + k) * (A_ROWS_M ? 2 : 128), of_b + (first + k) * (B_ROWS_K ? 128 : 2));
+                this->c, whole(a + (first + k) * (A_ROWS_M ? 2 : 128)), whole(b + (first + k) * (B_ROWS_K ? 128 : 2)));
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     }
     __device__ __forceinline__ void settle(const Element*) {
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
     }
     __device__ __forceinline__ void end() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-    static __device__ __forceinline__ void fetch_a(const TileWork& work, int k, Element* stage) {
-        StageA::load(stage, work.a, A_ROWS_M ? work.m0 : k, A_ROWS_M ? k : work.m0);
-    }
-    static __device__ __forceinline__ void fetch_b(const TileWork& work, int k, Element* stage) {
-        StageB::load(stage + StageA::SIZE, work.b, B_ROWS_K ? k : work.n0, B_ROWS_K ? work.n0 : k);
-    }
+    typedef Operands<StageA, StageB, A_ROWS_M, B_ROWS_K, S::K> Cursor;
 
-    // Matrix descriptor of an operand at a shared-memory address; DEEP: its rows run along k, as they do by default.
+    // Lower half of the matrix descriptor of an operand at a shared-memory address; DEEP: its rows run along k, as they
+    // do by default. The upper half is the same for all.
     template <bool DEEP>
-    static __device__ __forceinline__ u64 matrix(u32 at, int block) {
-        return (u64)((at & 0x3ffff) >> 4) | (u64)(DEEP ? 1 : block * 2 / 16) << 16 | (u64)(1024 / 16) << 32 | 1ull << 62;
+    static __device__ __forceinline__ u32 matrix(u32 at, int block) {
+        return (at & 0x3ffff) >> 4 | (u32)(DEEP ? 1 : block * 2 / 16) << 16;
     }
+    static __device__ __forceinline__ u64 whole(u32 lower) { return (u64)(1024 / 16 | 1u << 30) << 32 | lower; }
 };
 #endif
 

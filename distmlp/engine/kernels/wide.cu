@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) forward_rows(
     const Batch& batch = ENGINE.batches[0];
     GridBarrier barrier(&ENGINE.control->forward_barrier);
     load_layers();
-    gather_rows<RAW_F32>(raw, 0, rows, batch, nullptr);
+    gather_rows<RAW_F32, false>(raw, 0, rows, batch, nullptr);
     barrier.wait();
     const int last = ENGINE.layers - 1;
     for (int l = 0; l < last; ++l) {

@@ -95,7 +95,7 @@ __device__ PHASE void weight_gradients(
         const int own = task - layer.first_task;
         product.add_slices(output_tile<Gradient>());
         const bool direct = decide();
-        if (layer.splits > 1 && !add_splits(product, layer, own / layer.splits, own % layer.splits)) return;
+        if (GRADIENT_SPLIT && !add_splits(product, layer, own / layer.splits, own % layer.splits)) return;
         product.for_each_summed_part(output_tile<Gradient>(), [&](int part) {
             finish_weights(layer, w.m0, w.n0 + part * Gradient::Output::N, direct, h);
         });

@@ -27,6 +27,7 @@
 #define GRADIENT_WARPS 2, 4, 1
 #define GRADIENT_STAGES 3
 #define GRADIENT_WARPGROUPS 0
+#define GRADIENT_SPLIT 1  // whether shares of the batch are added up
 #endif
 #ifndef HEAD_OUTPUTS  // the outputs where wide_head.cuh computes their layer, 0 where tiles do
 #define HEAD_OUTPUTS 0
