@@ -43,6 +43,7 @@ PLANNERS: dict[str, Callable[[Task, Device], SpecialPlan | None]] = {
     "resident": plan_resident,
     "bulk": plan_bulk,
 }
+KEPT_STATE_BYTES = 32 << 20  # most state that is asked to stay in L2; an H200 has 60 MB
 MAX_STEPS = 1024  # of one call: entries of the step table and the loss ring
 
 
@@ -88,6 +89,12 @@ class Plan:
     def kernel(self) -> str:
         """Name of the training kernel."""
         return self.special.name if self.special else GENERAL
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether parameters and what belongs to them should stay in the L2 cache from step to step."""
+        copies = 1 + len(self.task.slots) + self.task.ema
+        return self.device.capability >= 80 and 4 * self.task.network.size * copies <= KEPT_STATE_BYTES
 
     @property
     def element_bytes(self) -> int:

@@ -143,13 +143,44 @@ __device__ __forceinline__ float update_parameter(const Hyper& h, i64 at, float 
     return p;
 }
 
+// Parameters and what belongs to them: where all of it fits the L2 cache, it should stay there from step to step, rather
+// than what is used once and written anew.
+#ifndef KEEP_STATE
+#define KEEP_STATE 0
+#endif
+__device__ __forceinline__ u64 keeping() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ float4 load_state(const float* from) {
+#if KEEP_STATE
+    float4 v;
+    asm volatile("ld.global.L2::cache_hint.v4.f32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(from), "l"(keeping()));
+    return v;
+#else
+    return *(const float4*)from;
+#endif
+}
+__device__ __forceinline__ void store_state(float* to, const float4& v) {
+#if KEEP_STATE
+    asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z),
+                 "f"(v.w), "l"(keeping())
+                 : "memory");
+#else
+    *(float4*)to = v;
+#endif
+}
+
 // Four neighbours at a multiple of four: loads and stores apart, so that several can be under way.
 struct Parameters {
     float4 value, first, second, mean;
 
     // `count` of them exist; `whole`: all four, at a multiple of four.
     static __device__ __forceinline__ float4 load(const float* from, bool whole, int count) {
-        if (whole) return *(const float4*)from;
+        if (whole) return load_state(from);
         float4 v = zeros();
         const auto load_one = [&](float& x, int k) {
             if (k < count) x = from[k];
@@ -159,7 +190,7 @@ struct Parameters {
     }
     static __device__ __forceinline__ void store(float* to, bool whole, int count, const float4& v) {
         if (whole) {
-            *(float4*)to = v;
+            store_state(to, v);
             return;
         }
         const auto store_one = [&](float x, int k) {

@@ -32,16 +32,17 @@ __device__ __forceinline__ u32 gather_inputs(const T* raw, Element* out, int fro
     const int lane = threadIdx.x & 31;
     u32 largest = 0;
     if constexpr (sizeof(T) == 4 && sizeof(Wide) == 4) {
-        if (features % 8 == 0) {  // a lane's four columns exist or not as one
+        if (features % 4 == 0) {  // a lane's four columns exist or not as one
             float4 v[GATHER_COLUMNS / 128];
 #pragma unroll
             for (int i = 0; i < GATHER_COLUMNS / 128; ++i)
-                if (from + i * 128 + lane * 4 < to) v[i] = *(const float4*)(raw + from + i * 128 + lane * 4);
+                v[i] = from + i * 128 + lane * 4 < features ? *(const float4*)(raw + from + i * 128 + lane * 4)
+                                                            : make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
             for (int i = 0; i < GATHER_COLUMNS / 128; ++i) {
                 const int c = from + i * 128 + lane * 4;
                 if (c >= to) break;
-                if (high) {
+                if (high && c < features) {
                     const float4 h = *(const float4*)(high + c), l = *(const float4*)(low + c);
                     const float4 f = *(const float4*)(factor + c);
                     v[i].x = ((v[i].x - h.x) - l.x) * f.x;
@@ -100,9 +101,9 @@ __device__ __forceinline__ i64 raw_row(const Raw& raw, i64 first, int r) {
 }
 
 // `rows` rows from position `first` on into `batch`, by all warps of the grid. Writes every element of those rows,
-// padding included. `largest`, if not null, collects the inputs' magnitude.
+// padding included. Returns the largest magnitude that the thread wrote, as bits.
 template <int TYPE, bool LANE = LANES>
-__device__ __noinline__ void gather_rows(const Raw& raw, i64 first, int rows, const Batch& batch, u32* largest) {
+__device__ __noinline__ u32 gather_rows(const Raw& raw, i64 first, int rows, const Batch& batch) {
     const Layer& bottom = LAYER(0);
     const u32 pieces = (bottom.ld_in + GATHER_COLUMNS - 1) / GATHER_COLUMNS, warps = gridDim.x * (blockDim.x >> 5);
     u32 seen = 0;
@@ -119,5 +120,5 @@ __device__ __noinline__ void gather_rows(const Raw& raw, i64 first, int rows, co
             if (raw.weights) batch.weights[r] = raw.weights[row];
         }
     }
-    if (largest) block_largest(largest, seen);
+    return seen;
 }

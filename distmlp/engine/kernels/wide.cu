@@ -6,7 +6,7 @@
 //   gradients of all layers        W_l' = A_(l-1)' E_l, sums of bias errors; with the update where that is possible
 //   (update)                       clipping, LAMB, several ranks, doubtful magnitudes: update.cuh
 //
-// The rows of the next step are gathered beside the gradients. No sum depends on the order in which blocks run.
+// The rows of the next step are gathered while others finish the first layer. No sum depends on the order in which blocks run.
 #define LAYER(l) near_layers[l]
 #include "params.cuh"
 __shared__ Layer near_layers[MAX_LAYERS];  // what every phase begins with: constants fall out of their cache between
@@ -65,10 +65,17 @@ __device__ __forceinline__ void train_step(
         for (int i = threadIdx.x; i < sizeof(Flags) / 4; i += THREADS) ((u32*)&next)[i] = 0;
     if (blockIdx.x == (HEAD_OUTPUTS ? 0 : gridDim.x - 1)) sum_weights(batch, rows, flags);
 
+    u32 largest_input = 0;
+    const auto gather_next = [&] {
+        if (s + 1 >= end) return;
+        const StepInfo following = ENGINE.steps[s + 1];
+        largest_input = gather_rows<RAW_TYPE>(raw, following.first, following.rows, ENGINE.batches[s + 1 & 1]);
+    };
     for (int l = 0; l < last; ++l) {
         forward_hidden(l, batch, ENGINE.parameters, rows, FETCH_AHEAD && l > 0, &flags);
         phases.arrive();  // and while others are waited for:
         if (l == 0 && threadIdx.x == 32) set_hyper(hyper, info.rate, 0.f, progress.step + 1);  // slow, in float64
+        if (l == 0) gather_next();
         if (FETCH_AHEAD && l + 1 < last) fetch_ahead<Forward>(dynamic_shared, ForwardWork<Forward, true>(l + 1, batch, rows));
 #if HEAD_OUTPUTS
         if (l == last - 1) load_head(raw, info);
@@ -114,10 +121,8 @@ __device__ __forceinline__ void train_step(
     if (top <= 0) decide();
     gradients(batch, rows, begin_early, decide, hyper);
     if (blockIdx.x == 0) finish_loss(s, rows, flags.weight);
-    if (s + 1 < end) {
-        const StepInfo following = ENGINE.steps[s + 1];
-        gather_rows<RAW_TYPE>(raw, following.first, following.rows, ENGINE.batches[s + 1 & 1], &next.output[0]);
-    }
+    if (last == 0) gather_next();
+    if (s + 1 < end) block_largest(&next.output[0], largest_input);
     barrier.wait();
 #if LANES
     keep_lane(s % ENGINE.lane_stride);  // who writes the gradient next waits for barriers before
@@ -149,9 +154,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) train_steps(
 #endif
     if (apply_first && !progress.frozen) apply_gradient(begin - 1, barrier, progress);
     if (begin < end)
-        gather_rows<RAW_TYPE>(
-            raw, ENGINE.steps[begin].first, ENGINE.steps[begin].rows, ENGINE.batches[begin & 1],
-            &control.flags[begin & 1].output[0]);
+        block_largest(
+            &control.flags[begin & 1].output[0],
+            gather_rows<RAW_TYPE>(
+                raw, ENGINE.steps[begin].first, ENGINE.steps[begin].rows, ENGINE.batches[begin & 1]));
     barrier.wait();
     for (int s = begin; s < end; ++s) {
         if (!progress.frozen) train_step(raw, s, end, barrier, phases, progress);
@@ -185,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) forward_rows(
     const Batch& batch = ENGINE.batches[0];
     GridBarrier barrier(&ENGINE.control->forward_barrier);
     load_layers();
-    gather_rows<RAW_F32, false>(raw, 0, rows, batch, nullptr);
+    gather_rows<RAW_F32, false>(raw, 0, rows, batch);
     barrier.wait();
     const int last = ENGINE.layers - 1;
     for (int l = 0; l < last; ++l) {
