@@ -232,22 +232,22 @@ __device__ __forceinline__ bool has_weights(const Layer& layer, int r, int c) {
     return r < layer.fan_in && c < layer.fan_out;
 }
 
+// Four weights of a layer that has the first of them. WHOLE: its outputs come in fours.
+template <bool WHOLE>
 __device__ __forceinline__ Parameters load_weights(const Layer& layer, int r, int c) {
-    Parameters parameters = {};
-    if (has_weights(layer, r, c))
-        parameters.load(weight_place(layer, r, c), layer.fan_out % 4 == 0, layer.fan_out - c);
+    Parameters parameters;
+    parameters.load(weight_place(layer, r, c), WHOLE, layer.fan_out - c);
     return parameters;
 }
 
-// Four weights from their gradient sums: masters, slots, average and copy at once.
+// And their new values from their gradient sums: masters, slots, average and copy at once.
+template <bool WHOLE>
 __device__ __forceinline__ void update_weights(
     const Layer& layer, const Hyper& h, int r, int c, const float4& v, Parameters& parameters) {
-    if (!has_weights(layer, r, c)) return;
-    const bool whole = layer.fan_out % 4 == 0;
     const int count = layer.fan_out - c;
     parameters.update(h, v);
-    parameters.store(h, weight_place(layer, r, c), whole, count);
-    if (!whole) {  // the copy's padding stays zero
+    parameters.store(h, weight_place(layer, r, c), WHOLE, count);
+    if (!WHOLE) {  // the copy's padding stays zero
         float4& v = parameters.value;
         const auto clear = [&](float& x, int k) { x = k < count ? x : 0.f; };
         EACH_OF_FOUR(clear);

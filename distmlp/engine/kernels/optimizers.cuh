@@ -17,18 +17,35 @@ struct Hyper {
 __device__ __forceinline__ constexpr bool has_first_slot() { return OPTIMIZER != SGD && OPTIMIZER != RMSPROP; }
 __device__ __forceinline__ constexpr bool has_second_slot() { return OPTIMIZER == RMSPROP || OPTIMIZER >= ADAM; }
 
+#ifndef LARGE_EPSILON  // whether it outweighs the root of any number that has lost digits below float32's normal range
+#define LARGE_EPSILON 0
+#endif
+
 // Within two units in the last place, at a fraction of the instructions of the exact ones.
 __device__ __forceinline__ float root(float x) {
     float y;
+#if LARGE_EPSILON
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+#else
     asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+#endif
     return y;
+}
+// x / y for a y to which epsilon has been added.
+__device__ __forceinline__ float quotient(float x, float y) {
+#if LARGE_EPSILON
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(y));
+    return x * y;
+#else
+    return __fdividef(x, y);
+#endif
 }
 
 // The Adam direction m^ / (sqrt(v^) + eps); updates both moments.
 __device__ __forceinline__ float adam_direction(const Hyper& h, float g, float& first, float& second) {
     first = h.beta1 * first + h.rest1 * g;
     second = h.beta2 * second + h.rest2 * g * g;
-    return __fdividef(h.correction1 * first, root(second) * h.correction2 + h.epsilon);
+    return quotient(h.correction1 * first, root(second) * h.correction2 + h.epsilon);
 }
 
 // New value of parameter `p` for the sum of gradients `sum`; `first` and `second` are its optimizer slots.
@@ -53,7 +70,7 @@ __device__ __forceinline__ float update_rule(const Hyper& h, float p, float sum,
             return p - h.rate * (g + h.momentum * first);
         case RMSPROP:
             second = h.rho * second + h.rest_rho * g * g;
-            return p - h.rate * __fdividef(g, root(second) + h.epsilon);
+            return p - h.rate * quotient(g, root(second) + h.epsilon);
     }
     return p - h.rate * adam_direction(h, g, first, second);
 }

@@ -42,17 +42,25 @@ __device__ __forceinline__ bool add_splits(Gradient& product, const Layer& layer
     return true;
 }
 
+// WHOLE: the layer's outputs come in fours.
+template <bool WHOLE>
+__device__ __forceinline__ void update_tile(
+    const Layer& layer, const Hyper& shared, const float* tile, int m0, int n0, int rows, int columns) {
+    const Hyper h = shared;  // in registers
+    Gradient::Output::for_each_quad(
+        tile, rows, columns, [&](int r, int c) { return load_weights<WHOLE>(layer, m0 + r, n0 + c); },
+        [&](int r, int c, const float4& v, Parameters& known) {
+            update_weights<WHOLE>(layer, h, m0 + r, n0 + c, v, known);
+        });
+}
+
 // What becomes of the gradient of a whole tile.
 __device__ __forceinline__ void finish_weights(const Layer& layer, int m0, int n0, bool direct, const Hyper& h) {
     typedef Gradient::Output Output;
     const float* tile = output_tile<Gradient>();
     const int rows = min(Output::M, layer.fan_in - m0), columns = min(layer.fan_out - n0, min(Output::N, layer.tile_columns));
-    if (direct)
-        Output::for_each_quad(
-            tile, rows, columns, [&](int r, int c) { return load_weights(layer, m0 + r, n0 + c); },
-            [&](int r, int c, const float4& v, Parameters& known) {
-                update_weights(layer, h, m0 + r, n0 + c, v, known);
-            });
+    if (direct && layer.fan_out % 4 == 0) update_tile<true>(layer, h, tile, m0, n0, rows, columns);
+    else if (direct) update_tile<false>(layer, h, tile, m0, n0, rows, columns);
     else
         Output::for_each_quad(
             tile, rows, columns, [](int, int) { return 0; },

@@ -246,6 +246,7 @@ __device__ PHASE void head(const Raw& raw, const StepInfo& info, const Batch& ba
         if (threadIdx.x < layer.fan_out)
             for (int r = 0; r < min(info.rows - r0, HEAD_TILE); ++r) output_sum += head_errors[r][threadIdx.x];
     }
+    __syncthreads();
     if (threadIdx.x < layer.fan_out) layer.column_sums[(i64)blockIdx.x * layer.ld_out + threadIdx.x] = output_sum;
     for (int c = threadIdx.x; c < below.ld_out; c += THREADS) {
         float sum = 0.f;
