@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike
 from distmlp.engine.tally import TALLY
 
 MAX_LAYERS = 64
-MAX_GROUPS = 32
+MAX_GROUPS = 32  # of blocks that own rows
 ACTIVATIONS = ("relu", "leaky_relu", "elu", "gelu", "silu", "tanh", "sigmoid", "softplus", "sine", "identity")
 RAW_TYPES = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8")  # in the order of enum RawType
 NOT_RUN, DONE, LEFT_OUT, NOT_FINITE = range(4)  # StepStatus

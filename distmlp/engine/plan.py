@@ -153,7 +153,8 @@ def make_plan(task: Task, device: Device, kernel: str = "auto") -> Plan:
     head = choose_head(pairs, rows, each * multiprocessors, shared)
     plan = Plan(
         task, device, product, *tiles, shared, each * multiprocessors,
-        max(special.batch_rows if special else rows, EVALUATION_ROWS), tuple(_layers(pairs, gradient_tile, splits, each * multiprocessors)),
+        max(special.batch_rows if special else rows, EVALUATION_ROWS),
+        tuple(_layers(pairs, gradient_tile, splits, each * multiprocessors)),
         special, head, choose_group(pairs, rows, tile, head, each * multiprocessors),
     )  # fmt: skip
     plan = replace(plan, buffers=tuple(_buffers(plan)))
@@ -195,7 +196,9 @@ def _layers(pairs: list[tuple[int, int]], tile: TileShape, splits: int, blocks: 
         columns = lowest_columns(tile, splits, pairs, blocks) if index == 0 else tile.n
         across = -(-fan_out // columns)
         tiles = -(-fan_in // tile.m) * across
-        plans.append(LayerPlan(aligned(fan_in, 8), aligned(fan_out, 8), tiles, across, splits, first * splits, first, columns))
+        plans.append(
+            LayerPlan(aligned(fan_in, 8), aligned(fan_out, 8), tiles, across, splits, first * splits, first, columns)
+        )
         first += tiles
     return plans
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from distmlp.engine.layout import MAX_GROUPS
 from distmlp.engine.plan_task import aligned
 
 PRODUCTS = ("FMA", "TF32", "BF16")
@@ -202,13 +203,10 @@ def lowest_columns(shape: TileShape, splits: int, layers: Sequence[tuple[int, in
     return min(shape.n, aligned(-(-layers[0][1] // across), 8))
 
 
-MAX_GROUPS = 32  # as in kernels/params.cuh
-
-
 def choose_group(layers: Sequence[tuple[int, int]], rows: int, tile: TileShape, head: Head | None, blocks: int) -> int:
     """Blocks of a group that owns rows through all hidden layers, or 0 where that would cost a round of tiles."""
     if head is None or tile.m % head.block_rows:
         return 0
     size = max(tile.m // head.block_rows, *(-(-fan_out // tile.n) for _, fan_out in layers[:-1]))
     groups, down = blocks // size, -(-rows // tile.m)
-    return size if 1 < size and down <= groups <= MAX_GROUPS else 0
+    return size if size > 1 and down <= groups <= MAX_GROUPS else 0

@@ -6,7 +6,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from distmlp.engine.layout import SIZES
+from distmlp.engine.layout import MAX_GROUPS, SIZES
 from distmlp.engine.optimizers import slot_names
 from distmlp.engine.plan import Plan, make_plan
 from distmlp.engine.plan_task import Device, Task
@@ -68,9 +68,18 @@ def check(plan: Plan) -> None:
         assert sizes.ld_out * plan.element_bytes % 16 == 0
         down = sizes.tiles // sizes.tiles_n
         assert down * plan.gradient_tile.m >= layer.fan_in
-        assert sizes.tiles_n * plan.gradient_tile.n >= layer.fan_out
+        assert sizes.tiles_n * sizes.tile_columns >= layer.fan_out
+        assert sizes.tile_columns % 8 == 0
+        assert sizes.tile_columns <= plan.gradient_tile.n
         tiles += sizes.tiles
     assert plan.gradient_tiles == tiles
+    if plan.group:
+        groups, hidden = plan.blocks // plan.group, network.layers[:-1]
+        assert plan.head is not None
+        assert all(layer.fan_out <= plan.group * plan.tile.n for layer in hidden)
+        assert plan.tile.m % plan.head.block_rows == 0
+        assert plan.tile.m <= plan.group * plan.head.block_rows
+        assert -(-plan.task.rows // plan.tile.m) <= groups <= MAX_GROUPS
     assert len({buffer.name for buffer in plan.buffers}) == len(plan.buffers)
     assert sum(buffer.size_bytes for buffer in plan.buffers) <= plan.memory_bytes <= device.memory_bytes
     assert plan.kernel in str(plan)
@@ -128,6 +137,17 @@ def test_splits_have_a_place_each() -> None:
     assert plan.layers[0].splits > 1
     partial = next(buffer for buffer in plan.buffers if buffer.name == "partial_tiles")
     assert partial.size_bytes == plan.gradient_tasks * plan.gradient_tile.m * plan.gradient_tile.n * 4
+
+
+def test_a_thousand_rows_on_a_hopper_gpu() -> None:
+    """Groups of blocks own rows; one round of weight-gradient tiles, of which the lowest layer has what is left."""
+    for preset, group in (("seed-1024", 16), ("mnist-1024", 8)):
+        plan = make_plan(task(*PRESETS[preset]), DEVICES["H200"], "wide")
+        assert plan.group == group
+        assert plan.layers[0].tile_columns < plan.gradient_tile.n == plan.layers[1].tile_columns
+        assert plan.gradient_tasks <= plan.blocks
+        assert plan.keeps_state
+    assert not make_plan(task(*PRESETS["mid1024-8k"]), DEVICES["H200"], "wide").keeps_state
 
 
 def test_structures_have_the_alignment_of_c() -> None:

@@ -232,27 +232,33 @@ __device__ __forceinline__ bool has_weights(const Layer& layer, int r, int c) {
     return r < layer.fan_in && c < layer.fan_out;
 }
 
-// Four weights of a layer that has the first of them. WHOLE: its outputs come in fours.
+// Four weights at `at`, of which `count` exist. WHOLE: all four, and at a multiple of four.
 template <bool WHOLE>
-__device__ __forceinline__ Parameters load_weights(const Layer& layer, int r, int c) {
+__device__ __forceinline__ Parameters load_weights(i64 at, int count) {
     Parameters parameters;
-    parameters.load(weight_place(layer, r, c), WHOLE, layer.fan_out - c);
+    parameters.load(at, WHOLE, count);
     return parameters;
 }
 
-// And their new values from their gradient sums: masters, slots, average and copy at once.
+// And their new values from their gradient sums: masters, slots, average and copy at once, where they are the thread's
+// own.
 template <bool WHOLE>
 __device__ __forceinline__ void update_weights(
-    const Layer& layer, const Hyper& h, int r, int c, const float4& v, Parameters& parameters) {
-    const int count = layer.fan_out - c;
+    const Hyper& h, i64 at, Element* copy, int count, const float4& v, Parameters& parameters, bool own) {
     parameters.update(h, v);
-    parameters.store(h, weight_place(layer, r, c), WHOLE, count);
+    if (!own) return;
+    parameters.store(h, at, WHOLE, count);
     if (!WHOLE) {  // the copy's padding stays zero
         float4& v = parameters.value;
         const auto clear = [&](float& x, int k) { x = k < count ? x : 0.f; };
         EACH_OF_FOUR(clear);
     }
-    store_quad(layer.weight + (i64)r * layer.ld_out + c, parameters.value);
+#if PRODUCT == BF16
+    const float4& p = parameters.value;  // as one store, which the compiler would split
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(copy), "r"(pack_pair(p.x, p.y)), "r"(pack_pair(p.z, p.w)));
+#else
+    store_quad(copy, parameters.value);
+#endif
 }
 
 __device__ __forceinline__ void weight_gradient(const Layer& layer, int r, int c, const float4& v) {

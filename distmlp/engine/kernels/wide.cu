@@ -78,7 +78,8 @@ __device__ __forceinline__ void train_step(
         if (l == 0) gather_next();
         if (FETCH_AHEAD && l + 1 < last) fetch_ahead<Forward>(dynamic_shared, ForwardWork<Forward, true>(l + 1, batch, rows));
 #if HEAD_OUTPUTS
-        if (l == last - 1) load_head(raw, info);
+        if (l == max(last - 2, 0)) load_head_targets(raw, info);
+        if (l == last - 1) load_head(info);
 #endif
         phases.await();
     }

@@ -42,15 +42,18 @@ __device__ __forceinline__ bool add_splits(Gradient& product, const Layer& layer
     return true;
 }
 
-// WHOLE: the layer's outputs come in fours.
+// Updates `rows` × `columns` weights from (m0, n0) on. WHOLE: the layer's outputs come in fours.
 template <bool WHOLE>
 __device__ __forceinline__ void update_tile(
     const Layer& layer, const Hyper& shared, const float* tile, int m0, int n0, int rows, int columns) {
-    const Hyper h = shared;  // in registers
+    const Hyper h = shared;  // in registers, as what follows
+    const int fan_out = layer.fan_out, ld = layer.ld_out, count = layer.fan_out - n0;
+    const i64 base = weight_place(layer, m0, n0);
+    Element* copy = layer.weight + (i64)m0 * ld + n0;
     Gradient::Output::for_each_quad(
-        tile, rows, columns, [&](int r, int c) { return load_weights<WHOLE>(layer, m0 + r, n0 + c); },
-        [&](int r, int c, const float4& v, Parameters& known) {
-            update_weights<WHOLE>(layer, h, m0 + r, n0 + c, v, known);
+        tile, rows, columns, [&](int r, int c) { return load_weights<WHOLE>(base + r * fan_out + c, count - c); },
+        [&](int r, int c, const float4& v, Parameters& known, bool own) {
+            update_weights<WHOLE>(h, base + r * fan_out + c, copy + r * ld + c, count - c, v, known, own);
         });
 }
 
@@ -58,13 +61,17 @@ __device__ __forceinline__ void update_tile(
 __device__ __forceinline__ void finish_weights(const Layer& layer, int m0, int n0, bool direct, const Hyper& h) {
     typedef Gradient::Output Output;
     const float* tile = output_tile<Gradient>();
-    const int rows = min(Output::M, layer.fan_in - m0), columns = min(layer.fan_out - n0, min(Output::N, layer.tile_columns));
-    if (direct && layer.fan_out % 4 == 0) update_tile<true>(layer, h, tile, m0, n0, rows, columns);
-    else if (direct) update_tile<false>(layer, h, tile, m0, n0, rows, columns);
-    else
+    const int rows = min(Output::M, layer.fan_in - m0);
+    const int columns = min(layer.fan_out - n0, min(Output::N, layer.tile_columns));
+    if (columns <= 0) return;
+    if (!direct)
         Output::for_each_quad(
             tile, rows, columns, [](int, int) { return 0; },
-            [&](int r, int c, const float4& v, int) { weight_gradient(layer, m0 + r, n0 + c, v); });
+            [&](int r, int c, const float4& v, int, bool own) {
+                if (own) weight_gradient(layer, m0 + r, n0 + c, v);
+            });
+    else if (layer.fan_out % 4 == 0) update_tile<true>(layer, h, tile, m0, n0, rows, columns);
+    else update_tile<false>(layer, h, tile, m0, n0, rows, columns);
 }
 
 // The layer of a weight-gradient task; tasks are numbered through all layers, the splits of a tile side by side.
@@ -96,7 +103,7 @@ __device__ PHASE void weight_gradients(
         w.b = View{layer.error, layer.ld_out, w.a.rows, min(layer.ld_out, w.n0 + layer.tile_columns)};
         return true;
     };
-    const auto begin = [](int, const TileWork&) {};
+    const auto begin = [](int, const TileWork&, Gradient&) {};
     for_each_tile<Gradient>(dynamic_shared, work, false, begin, [&](int i, const TileWork& w, Gradient& product) {
         const int task = blockIdx.x + i * gridDim.x;
         const Layer& layer = LAYER(layer_of_task(task));

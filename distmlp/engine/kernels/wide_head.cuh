@@ -212,18 +212,21 @@ __device__ __forceinline__ int head_row(int i, int rows) {
 #endif
 }
 
-// Before the barrier in front of `head`: what does not depend on it.
-__device__ __forceinline__ void load_head(const Raw& raw, const StepInfo& info) {
+// What `head` needs and nobody must be waited for: what is wanted of the block's first rows, and later, when nothing else
+// uses the memory, the weights.
+__device__ __forceinline__ void load_head_targets(const Raw& raw, const StepInfo& info) {
     const Layer& layer = LAYER(ENGINE.layers - 1);
     const int first = head_row(0, info.rows);
-    if (first >= info.rows) return;
-    if (LOSS != SOFTMAX_CROSS_ENTROPY)
-        for (int i = threadIdx.x; i < HEAD_TILE * layer.fan_out; i += THREADS) {
-            const int r = i / layer.fan_out, o = i % layer.fan_out;
-            if (first + r < info.rows)
-                head_errors[r][o] = raw.targets[raw_row(raw, info.first, first + r) * layer.fan_out + o];
-        }
-    Head(layer).load(layer);
+    if (LOSS == SOFTMAX_CROSS_ENTROPY) return;
+    for (int i = threadIdx.x; i < HEAD_TILE * layer.fan_out; i += THREADS) {
+        const int r = i / layer.fan_out, o = i % layer.fan_out;
+        if (first + r < info.rows)
+            head_errors[r][o] = raw.targets[raw_row(raw, info.first, first + r) * layer.fan_out + o];
+    }
+}
+__device__ __forceinline__ void load_head(const StepInfo& info) {
+    const Layer& layer = LAYER(ENGINE.layers - 1);
+    if (head_row(0, info.rows) < info.rows) Head(layer).load(layer);
 }
 
 // Every block adds up what its rows give before it writes one part of the sums of columns and of the loss.

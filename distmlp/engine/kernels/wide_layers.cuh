@@ -1,6 +1,8 @@
 // The phases of a step over the grid: hidden layers forward and backward. Every block takes the tiles t = its number,
 // its number + grid, ...
 #pragma once
+#include "fragments.cuh"
+#include "tile_loop.cuh"
 #include "tile_wgmma.cuh"
 #include "update.cuh"
 
@@ -154,7 +156,7 @@ __device__ __forceinline__ void forward_tiles(
     const ForwardWork<P, HIDDEN> work(l, batch, rows);
     const auto load_bias = [&](int n0) { return Columns::load_bias(layer, n0 + P::Output::column(), flat); };
     float4 bias;  // of the first part's columns
-    const auto begin = [&](int, const TileWork& w) { bias = load_bias(w.n0); };
+    const auto begin = [&](int, const TileWork& w, P&) { bias = load_bias(w.n0); };
     for_each_tile<P>(dynamic_shared, work, fetched, begin, [&](int i, const TileWork& w, P& product) {
         product.for_each_part(output_tile<P>(), [&](int part) {
             const int n0 = w.n0 + part * P::Output::N;
@@ -168,11 +170,20 @@ __device__ PHASE void forward_hidden(
     int l, const Batch& batch, const float* flat, int rows, bool fetched, Flags* flags) {
     const Layer& layer = LAYER(l);
     u32 largest = 0;
+#if TILE_WARPGROUPS
+    for_each_tile<Forward>(
+        dynamic_shared, ForwardWork<Forward, true>(l, batch, rows), fetched,
+        [&](int, const TileWork& w, Forward& product) { start_with_biases(product, layer, flat, w.n0); },
+        [&](int, const TileWork& w, Forward& product) {
+            finish_outputs(product, output_tile<Forward>(), layer, rows, w.m0, w.n0, largest);
+        });
+#else
     forward_tiles<Forward, true>(l, batch, flat, rows, fetched, [&](int, int m0, int n0, const Columns& columns) {
         Forward::Output::for_each_row(output_tile<Forward>(), [&](int r, const float4& v) {
             hidden_output(layer, columns, rows, m0 + r, v, largest);
         });
     });
+#endif
     if (flags) block_largest(&flags->output[l + 1], largest);
 }
 
@@ -182,7 +193,13 @@ __device__ PHASE void backward(int l, int rows, Flags& flags) {  // error of lay
     const BackwardWork work = {LAYER(l), rows};
     float* tile = output_tile<Backward>();
     u32 largest = 0;
-    const auto begin = [](int, const TileWork&) {};
+    const auto begin = [](int, const TileWork&, Backward&) {};
+#if TILE_WARPGROUPS
+    for_each_tile<Backward>(dynamic_shared, work, FETCH_AHEAD, begin, [&](int, const TileWork& w, Backward& product) {
+        float* sums = below.column_sums + (i64)(w.m0 / TILE_M) * below.ld_out + w.n0;
+        finish_errors(product, tile, below, rows, w.m0, w.n0, sums, largest);
+    });
+#else
     for_each_tile<Backward>(dynamic_shared, work, FETCH_AHEAD, begin, [&](int, const TileWork& w, Backward& product) {
         product.for_each_part(tile, [&](int part) {
             const int n0 = w.n0 + part * Output::N;
@@ -197,5 +214,6 @@ __device__ PHASE void backward(int l, int rows, Flags& flags) {  // error of lay
                 tile, sum, below.column_sums + (i64)(w.m0 / TILE_M) * below.ld_out + n0, below.ld_out - n0);
         });
     });
+#endif
     block_largest(&flags.error[l - 1], largest);
 }
