@@ -89,6 +89,7 @@ class PassesPlan:
             "NARROW_ITEMS": items,
             "NARROW_PASSES": ",".join(f"{{{low},{high}}}" for low, high in self.passes),
             "NARROW_TURNS": str(self.turns),
+            "NARROW_BLOCKS": str(self.blocks),
             "NARROW_SHARED_BYTES": str(self.shared_bytes),
             "NARROW_DIRECT": str(int(self.direct)),
         }
@@ -150,6 +151,7 @@ def _shared_bytes(widths: Sequence[int], activations: Sequence[str], passes: Seq
         first = low if low > 0 and activations[low - 1] in _STORES_SLOPE else low + 1
         inputs = sum(matrix(widths[i], ones(i)) for i in range(max(low, 1), high))
         errors = sum(matrix(widths[i]) for i in range(first, high + 1))
-        most = max(most, inputs + errors + 8 * BLOCK_BYTES)
+        early = 4 * GROUPS * CHUNK * 4 if (low, high) != passes[0] else 0
+        most = max(most, inputs + errors + 8 * BLOCK_BYTES + early)
     outputs = padded(widths[-1])
     return base + most + 3 * (padded(widths[0]) + outputs) * 4 + 4 * GROUPS * (4 + outputs) * 4 + TILE_ROWS * 16

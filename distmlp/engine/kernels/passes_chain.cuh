@@ -8,11 +8,29 @@
 #include "narrow_exchange.cuh"
 #include "passes_shape.cuh"
 
+#ifdef PASS_CLOCKS
+extern "C" {
+__device__ long long PROFILE_AT[256];
+}
+#define CLOCK(i) \
+    if (blockIdx.x == PASS_CLOCKS && (threadIdx.x & 127) == 0) PROFILE_AT[(i) + threadIdx.x] = clock64()
+#else
+#define CLOCK(i)
+#endif
+#ifndef PASS_STAGGER
+#define PASS_STAGGER 1
+#endif
+
 namespace narrow {
 
 // Keeps what follows from `x` from being computed ahead of a loop, where it would cost a register each.
 __device__ __forceinline__ u32 here(u32 x) {
     asm volatile("" : "+r"(x));
+    return x;
+}
+template <class T>
+__device__ __forceinline__ T* here(T* x) {
+    asm volatile("" : "+l"(x));
     return x;
 }
 // An operand's descriptor for `wgmma` from one base in units of 16 bytes: everything else is a constant.
@@ -22,13 +40,30 @@ __device__ __forceinline__ u64 descriptor(u32 base16, int at, int k16) {
     return (u64)(OTHER_BYTES >> 4) << 32 | low;
 }
 
+#ifndef PASS_HALVES
+#define PASS_HALVES 1
+#endif
+// Column blocks of a product's first half.
+SHAPE_FN int half_of(int columns) { return PASS_HALVES && columns >= 8 ? columns / 4 * 2 : columns; }
+template <bool ANOTHER>
+__device__ __forceinline__ void await_half() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(ANOTHER ? 1 : 0) : "memory");
+}
+template <int FROM, int TO, int N>
+__device__ __forceinline__ void settle_part(float (&d)[N]) {
+#pragma unroll
+    for (int i = FROM; i < TO; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 struct Walk : Chain {
     int group;
     u32 weights_there;  // barriers, one a layer
     u32 phase;          // of them
     uint4* kept;        // this thread's vectors of the block's first tile
 
-    __device__ __forceinline__ uint4* kept_tile(int tile) const { return kept + tile * KEPT_VECTORS * BLOCK_THREADS; }
+    __device__ __forceinline__ uint4* kept_tile(int tile) const {
+        return here(kept + tile * KEPT_VECTORS * BLOCK_THREADS);
+    }
     template <int P>
     static __device__ __forceinline__ uint4* inputs_of(uint4* tile) {
         return tile + FIXED(input_vector_at(P)) * BLOCK_THREADS;
@@ -86,12 +121,14 @@ struct Walk : Chain {
         return fragment_address(here(shared) + FIXED(error_at(P, I)), row_block, FIXED(columns(I)));
     }
 
-    // Layer L and those above it that pass P needs, then down again. `a`: this warp's rows of the layer's input.
+    // Layer L and those above it that pass P needs, then down again. `a`: this warp's rows of the layer's input. A wide
+    // product is two, so that the first half of its columns is finished while the second one is multiplied.
     template <int P, int L, class Above>
     __device__ __forceinline__ void forward(const u32 (&a)[2 * columns(L)], const Above& above) const {
         constexpr int OUT = columns(L + 1), KIND = activation(L), LOW = pass(P).low, HIGH = pass(P).high;
         constexpr bool LAST = HIGH < LAYERS && L + 1 == HIGH - 1;
         constexpr int BEGINS = P == 0 ? pass_from(L + 1) : 0;  // the pass that begins with what comes out
+        constexpr int HALF = half_of(OUT);
         float z[4 * OUT];
         if constexpr (P == 0) barrier_wait(weights_there + 8 * L, phase);
 #pragma unroll
@@ -99,38 +136,64 @@ struct Walk : Chain {
             const float2 b = bias<L>(j);
             z[4 * j] = z[4 * j + 2] = b.x, z[4 * j + 1] = z[4 * j + 3] = b.y;
         }
-        if (L == 1 && group == 1) asm volatile("bar.sync 1, 256;" ::: "memory");
+        if (PASS_STAGGER && L == 1 && group == 1) asm volatile("bar.sync 1, 256;" ::: "memory");
+        if (P == 0) CLOCK(64 + 4 * L);
         const u32 base = here(shared >> 4);
         settle(z);
         begin_products();
 #pragma unroll
         for (int k = 0; k < FIXED(columns(L) / 2); ++k)
-            Wgmma<OUT>::template rs<true>(
+            Wgmma<HALF>::template rs<true>(
                 z, a + 4 * k, descriptor<OUT * BLOCK_BYTES, BLOCK_BYTES>(base, FIXED(weight_at(L)), k), true);
         commit_products();
-        Targets targets;
-        RowPair rows;
-        if constexpr (L + 1 == LAYERS) {
-            recall(rows);
-            load_targets(above.raw, rows, targets);
-            if ((threadIdx.x & 3) == 0) above.totals.weight = rows.weight[0] + rows.weight[1];
-        }
-        wait_products();
-        settle(z);
-        if (L == 1 && group == 0) asm volatile("bar.arrive 1, 256;" ::: "memory");
-        if constexpr (L + 1 < LAYERS) {
-            u32 next[2 * OUT], slope[2 * OUT];
+        if constexpr (HALF < OUT) {
 #pragma unroll
-            for (int i = 0; i < 2 * OUT; ++i) {
-                if (KIND == RELU)
-                    next[i] = pack_relu(z[2 * i], z[2 * i + 1]);
-                else
-                    next[i] = activate_pair<KIND>(z[2 * i], z[2 * i + 1], slope[i]);
-            }
+            for (int k = 0; k < FIXED(columns(L) / 2); ++k)
+                Wgmma<OUT - HALF>::template rs<true>(
+                    z + 4 * HALF, a + 4 * k,
+                    descriptor<OUT * BLOCK_BYTES, BLOCK_BYTES>(base, FIXED(weight_at(L)) + HALF * BLOCK_BYTES, k), true);
+            commit_products();
+        }
+        if constexpr (P == 0 && L == (LAYERS > 1 ? LAYERS - 2 : 0)) {  // to be there for the output layer
+            recall(above.rows);
+            load_targets(above.raw, above.rows, above.targets);
+        }
+        if constexpr (L + 1 < LAYERS) {
+            u32 next[2 * OUT], slope[2 * OUT], where = 0, slope_at = 0;
             if constexpr (L + 1 >= LOW) {
-                store_fragments<OUT, activation_columns(L + 1)>(input_fragment<P, L + 1>(), next);
-                if constexpr (slope_waits(L + 1)) store_fragments<OUT, OUT>(error_fragment<P, L + 1>(), slope);
+                where = input_fragment<P, L + 1>();
+                if constexpr (slope_waits(L + 1)) slope_at = error_fragment<P, L + 1>();
             }
+            const auto finish = [&](int k) {  // two column blocks
+#pragma unroll
+                for (int i = 4 * k; i < 4 * k + 4; ++i) {
+                    if (KIND == RELU)
+                        next[i] = pack_relu(z[2 * i], z[2 * i + 1]);
+                    else
+                        next[i] = activate_pair<KIND>(z[2 * i], z[2 * i + 1], slope[i]);
+                }
+                if constexpr (L + 1 >= LOW) {
+                    store_blocks4(
+                        where + k * 256, {next[4 * k], next[4 * k + 1], next[4 * k + 2], next[4 * k + 3]},
+                        FIXED(activation_columns(L + 1)));
+                    if constexpr (slope_waits(L + 1))
+                        store_blocks4(
+                            slope_at + k * 256, {slope[4 * k], slope[4 * k + 1], slope[4 * k + 2], slope[4 * k + 3]}, OUT);
+                }
+            };
+            await_half<HALF < OUT>();
+            settle_part<0, 4 * HALF>(z);
+            if (P == 0) CLOCK(65 + 4 * L);
+#pragma unroll
+            for (int k = 0; k < HALF / 2; ++k) finish(k);
+            if constexpr (HALF < OUT) {
+                wait_products();
+                settle_part<4 * HALF, 4 * OUT>(z);
+                if (P == 0) CLOCK(66 + 4 * L);
+#pragma unroll
+                for (int k = HALF / 2; k < OUT / 2; ++k) finish(k);
+            }
+            if (PASS_STAGGER && L == 1 && group == 0) asm volatile("bar.arrive 1, 256;" ::: "memory");
             if constexpr (BEGINS > 0) {
                 keep<OUT / 2>(inputs_of<BEGINS>(above.kept), next);
                 if constexpr (keeps_slope(BEGINS)) keep<OUT / 2>(slopes_of<BEGINS>(above.kept), slope);
@@ -140,9 +203,15 @@ struct Walk : Chain {
             else
                 forward<P, L + 1>(next, above);
         } else {
+            wait_products();
+            settle(z);
+            if (P == 0) CLOCK(65 + 4 * L);
+            if (PASS_STAGGER && L == 1 && group == 0) asm volatile("bar.arrive 1, 256;" ::: "memory");
+            if ((threadIdx.x & 3) == 0) above.totals.weight += above.rows.weight[0] + above.rows.weight[1];
             u32 dz_top[2 * OUT];
-            output(z, above.raw, rows, targets, above.totals, dz_top);
+            output(z, above.raw, above.rows, above.targets, above.totals, dz_top);
             store_fragments<OUT, OUT>(error_fragment<P, LAYERS>(), dz_top);
+            if (P == 0) CLOCK(67 + 4 * L);
             backward<P, LAYERS - 1>(dz_top, above);
         }
     }
@@ -157,39 +226,58 @@ struct Walk : Chain {
     template <int P, int L, class Above>
     __device__ __forceinline__ void backward(const u32 (&dz)[2 * columns(L + 1)], const Above& above) const {
         if constexpr (L > 0) {
-            constexpr int IN = columns(L), KIND = activation(L - 1);
+            constexpr int IN = columns(L), OUT = columns(L + 1), KIND = activation(L - 1), HALF = half_of(IN);
             float d[4 * IN];
 #pragma unroll
             for (int i = 0; i < 4 * IN; ++i) d[i] = 0.f;  // else they would live all along the loop over tiles
+            if (P == 0) CLOCK(88 + 4 * L);
             const u32 base = here(shared >> 4);
             settle(d);
             begin_products();
 #pragma unroll
-            for (int k = 0; k < FIXED(columns(L + 1) / 2); ++k)
-                Wgmma<IN>::template rs<false>(
-                    d, dz + 4 * k,
-                    descriptor<BLOCK_BYTES, columns(L + 1) * BLOCK_BYTES>(base, FIXED(weight_at(L)), k), true);
+            for (int k = 0; k < FIXED(OUT / 2); ++k)
+                Wgmma<HALF>::template rs<false>(
+                    d, dz + 4 * k, descriptor<BLOCK_BYTES, OUT * BLOCK_BYTES>(base, FIXED(weight_at(L)), k), true);
             commit_products();
-            u32 from;
+            if constexpr (HALF < IN) {
+#pragma unroll
+                for (int k = 0; k < FIXED(OUT / 2); ++k)
+                    Wgmma<IN - HALF>::template rs<false>(
+                        d + 4 * HALF, dz + 4 * k,
+                        descriptor<BLOCK_BYTES, OUT * BLOCK_BYTES>(
+                            base, FIXED(weight_at(L)) + HALF * OUT * BLOCK_BYTES, k),
+                        true);
+                commit_products();
+            }
+            u32 from, to = 0, next[2 * IN];
             if constexpr (slope_waits(L)) from = error_fragment<P, L>();
             else from = input_fragment<P, L>();
-            wait_products();
-            settle(d);
-            u32 next[2 * IN];
-#pragma unroll
-            for (int k = 0; k < IN / 2; ++k) {  // not before: the registers are those of `dz`
+            if constexpr (L > pass(P).low) to = error_fragment<P, L>();
+            const auto finish = [&](int k) {  // two column blocks
                 u32 known[4];
                 load_blocks4<false>(known, from + k * 256);
 #pragma unroll
                 for (int i = 4 * k; i < 4 * k + 4; ++i)
                     next[i] = backward_pair<KIND>(d[2 * i], d[2 * i + 1], known[i % 4]);
+                if constexpr (L > pass(P).low)
+                    store_blocks4(to + k * 256, {next[4 * k], next[4 * k + 1], next[4 * k + 2], next[4 * k + 3]}, IN);
+            };
+            await_half<HALF < IN>();
+            settle_part<0, 4 * HALF>(d);
+            if (P == 0) CLOCK(89 + 4 * L);
+#pragma unroll
+            for (int k = 0; k < HALF / 2; ++k) finish(k);
+            if constexpr (HALF < IN) {
+                wait_products();
+                settle_part<4 * HALF, 4 * IN>(d);
+                if (P == 0) CLOCK(90 + 4 * L);
+#pragma unroll
+                for (int k = HALF / 2; k < IN / 2; ++k) finish(k);
             }
-            if constexpr (L > pass(P).low) {
-                store_fragments<IN, IN>(error_fragment<P, L>(), next);
+            if constexpr (L > pass(P).low)
                 backward<P, L - 1>(next, above);
-            } else {
+            else
                 keep<IN / 2>(errors_of(above.kept), next);
-            }
         }
     }
 };
@@ -197,6 +285,8 @@ struct Walk : Chain {
 // What the upmost pass meets at the output layer.
 struct Top {
     const Raw& raw;
+    RowPair& rows;
+    Chain::Targets& targets;
     Totals& totals;
     uint4* kept;  // this thread's, of the tile at hand
 };
@@ -211,8 +301,22 @@ template <int P>
 __device__ __forceinline__ constexpr bool belongs(int layer) {
     return layer >= pass(P).low && layer < pass(P).high;
 }
+// Both warpgroups have the same items of pass P but for the rows: 64 each of every layer.
+template <int P>
+SHAPE_FN bool alike() {
+    for (int i = 0; i < ITEM_COUNT; ++i) {
+        if (item(i).layer < pass(P).low || item(i).layer >= pass(P).high) continue;
+        if (item(i).block != item(i).group) return false;
+        bool partner = false;
+        for (int k = 0; k < ITEM_COUNT; ++k)
+            partner |= item(k).layer == item(i).layer && item(k).block != item(i).block && item(k).offset == item(i).offset;
+        if (!partner) return false;
+    }
+    return true;
+}
+// `left`: `base`, and where that is the other warpgroup's item, its rows.
 template <int P, int GROUP, int I>
-__device__ __forceinline__ void add_pass_items(float* sums, u32 base) {
+__device__ __forceinline__ void add_pass_items(float* sums, u32 base, u32 left) {
     if constexpr (I < ITEM_COUNT) {
         constexpr Item ITEM = item(I);
         constexpr int L = ITEM.layer, FIRST = ITEM.block * 8 * BLOCK_BYTES;
@@ -222,31 +326,34 @@ __device__ __forceinline__ void add_pass_items(float* sums, u32 base) {
             for (int k = 0; k < TILE / 16; ++k) {
                 if constexpr (ITEM.out_major)
                     Wgmma<IN>::template ss<true, true>(
-                        sums + ITEM.offset, descriptor<OUT * BLOCK_BYTES, BLOCK_BYTES>(base, DZ + FIRST, k),
+                        sums + ITEM.offset, descriptor<OUT * BLOCK_BYTES, BLOCK_BYTES>(left, DZ + FIRST, k),
                         descriptor<IN * BLOCK_BYTES, BLOCK_BYTES>(base, A, k));
                 else
                     Wgmma<OUT>::template ss<true, true>(
-                        sums + ITEM.offset, descriptor<IN * BLOCK_BYTES, BLOCK_BYTES>(base, A + FIRST, k),
+                        sums + ITEM.offset, descriptor<IN * BLOCK_BYTES, BLOCK_BYTES>(left, A + FIRST, k),
                         descriptor<OUT * BLOCK_BYTES, BLOCK_BYTES>(base, DZ, k));
             }
         }
-        add_pass_items<P, GROUP, I + 1>(sums, base);
+        add_pass_items<P, GROUP, I + 1>(sums, base, left);
     }
 }
-template <int P, int GROUP, int N>
-__device__ __forceinline__ void add_pass_tile(int group_, float (&sums)[N], u32 shared) {
+// `meanwhile()` is called with the products under way; it must not branch.
+template <int P, int GROUP, int N, class F>
+__device__ __forceinline__ void add_pass_tile(int group_, float (&sums)[N], u32 shared, const F& meanwhile) {
     if constexpr (GROUP < GROUPS) {
         const int group = GROUP == 0 ? __shfl_sync(~0u, group_, 0) : group_;  // the same in a warp, as the compiler sees
-        if (group == GROUP) {
+        if (alike<P>() || group == GROUP) {
             const u32 base = here(shared >> 4);
+            const u32 left = base + (alike<P>() ? group * (8 * BLOCK_BYTES >> 4) : 0);
             settle(sums);
             begin_products();
-            add_pass_items<P, GROUP, 0>(sums, base);
+            add_pass_items<P, GROUP, 0>(sums, base, left);
             commit_products();
+            meanwhile();
             wait_products();
             settle(sums);
         } else {
-            add_pass_tile<P, GROUP + 1>(group, sums, shared);
+            add_pass_tile<P, GROUP + 1>(group, sums, shared, meanwhile);
         }
     }
 }

@@ -4,7 +4,7 @@
 // A pass sums the weight gradients of layers low to high - 1. It has their inputs and the errors of their outputs in
 // shared memory; all passes share the place, behind the weights and the network's inputs.
 #pragma once
-#include "narrow_shape.cuh"
+#include "narrow_slots.cuh"
 
 namespace narrow {
 
@@ -43,12 +43,14 @@ SHAPE_FN int error_at(int p, int i) {  // dZ of layer i - 1, first_error <= i <=
     for (int k = first_error(p); k < i; ++k) at += TILE / 8 * columns(k) * BLOCK_BYTES;
     return at;
 }
+constexpr int EARLY_BYTES = WARPS * 128 * 4;  // scratch of the sums that a lower pass adds up, behind all that it has
 SHAPE_FN int pass_end() {
     int end = PASS_AT + EXCHANGE_BYTES;  // the exchange's scratch takes the place of what the passes had
-    for (int p = 0; p < PASSES; ++p) end = larger(end, error_at(p, pass(p).high + 1) + OVERREAD);
+    for (int p = 0; p < PASSES; ++p)
+        end = larger(end, error_at(p, pass(p).high + 1) + OVERREAD + (p > 0 ? EARLY_BYTES : 0));
     return end;
 }
-constexpr int SCRATCH_AT = PASS_AT;
+constexpr int SCRATCH_AT = PASS_AT, EARLY_AT = pass_end() - EARLY_BYTES;
 constexpr int PASS_SCALES_AT = pass_end();
 constexpr int TALLY_AT = PASS_SCALES_AT + 3 * (padded(0) + padded(LAYERS)) * 4;
 constexpr int TALLY_FLOATS = 4 + padded(LAYERS);  // of a warp
@@ -63,13 +65,36 @@ SHAPE_FN int pass_sums(int p) {  // floats a thread keeps
                 most, item(i).offset + 4 * (item(i).out_major ? columns(item(i).layer) + 1 : columns(item(i).layer + 1)));
     return most;
 }
-// A thread's share of a tile's rows on their way from one pass to another, in vectors of 16 bytes: for every pass but
-// the upmost its lowest input, and the slope at it where that waits; then the errors, in one place for all.
-SHAPE_FN int input_vectors(int p) { return columns(pass(p).low) / 2; }
-SHAPE_FN bool keeps_slope(int p) { return pass(p).low > 0 && slope_waits(pass(p).low); }
+#ifndef PASS_EARLY
+#define PASS_EARLY 1
+#endif
+SHAPE_FN int pass_chunks(int p) {  // of the gradients of pass `p` and those before it: items are in their order
+    int chunks = 0;
+    for (int i = 0; i < ITEM_COUNT; ++i)
+        if (item(i).layer >= pass(p).low) chunks += 4 * item_columns(i);
+    return chunks;
+}
+// So many of its chunks, one a pass, every block can add up before the last pass is over.
+SHAPE_FN int early_chunks() {
+    int count = 0;
+    while (PASS_EARLY && count < 2 && count + 1 < PASSES && (count + 1) * NARROW_BLOCKS <= pass_chunks(count)) ++count;
+    return count;
+}
+constexpr int EARLY = early_chunks();
+
+#ifndef PASS_KEEP
+#define PASS_KEEP 0
+#endif
+// The input that pass `p` begins with: its lowest one where the upmost pass has left that, else the network's.
+SHAPE_FN int begins_with(int p) { return p == 0 || !PASS_KEEP ? 0 : pass(p).low; }
+// A thread's share of a tile's rows on their way from one pass to another, in vectors of 16 bytes: the inputs that
+// passes begin with, and the slope where that waits; then the errors, in one place for all.
+SHAPE_FN int input_vectors(int p) { return columns(begins_with(p)) / 2; }
+SHAPE_FN bool keeps_slope(int p) { return begins_with(p) > 0 && slope_waits(begins_with(p)); }
 SHAPE_FN int input_vector_at(int p) {
     int at = 0;
-    for (int k = 1; k < p; ++k) at += input_vectors(k) * (keeps_slope(k) ? 2 : 1);
+    for (int k = 1; k < p; ++k)
+        if (begins_with(k) != begins_with(p)) at += input_vectors(k) * (keeps_slope(k) ? 2 : 1);
     return at;
 }
 SHAPE_FN int error_vectors() {
@@ -77,11 +102,12 @@ SHAPE_FN int error_vectors() {
     for (int p = 0; p < PASSES; ++p) most = larger(most, pass(p).low > 0 ? columns(pass(p).low) / 2 : 0);
     return most;
 }
-constexpr int ERRORS_VECTOR_AT = input_vector_at(PASSES), KEPT_VECTORS = ERRORS_VECTOR_AT + error_vectors();
-// The pass that begins with input `i`, or 0.
+constexpr int ERRORS_VECTOR_AT = input_vector_at(PASSES - 1) + input_vectors(PASSES - 1) * (keeps_slope(PASSES - 1) ? 2 : 1);
+constexpr int KEPT_VECTORS = ERRORS_VECTOR_AT + error_vectors();
+// The first pass that begins with input `i`, or 0.
 SHAPE_FN int pass_from(int i) {
     for (int p = 1; p < PASSES; ++p)
-        if (pass(p).low == i) return p;
+        if (begins_with(p) == i) return p;
     return 0;
 }
 
