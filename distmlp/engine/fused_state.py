@@ -48,6 +48,7 @@ class DeviceState:
             module.write_constant("ENGINE", self._constants)
         self.reduced = "gradient", self.network.size + TALLY  # the buffer that ranks sum, and its elements
         self._packed_from = ""  # the flat buffer whose weights the copies hold
+        self._joined = False  # with ranks that sum inside the kernel
 
     def _special_kernel(self, special: SpecialPlan) -> Kernel:
         self._special_arguments = tuple(np.uint64(self.arena.address(buffer.name)) for buffer in special.buffers())
@@ -70,6 +71,11 @@ class DeviceState:
         Returns the kernel that does nothing but such a sum.
         """
         self._constants["deferred"], self._constants["needs_norm"] = 0, layout.PEERS_SUM
+        if not self._joined:
+            self._joined = True
+            if (part := peer_specialisation(self.config, self.plan)) and self.plan.special:
+                self._modules[1] = Module(compiler.cubin(*part, self.plan.device.capability), self.ledger)
+                self._train = self._special_kernel(self.plan.special)
         for module in self._modules:
             module.write_constant("ENGINE", self._constants)
             module.write_constant("PEERS", peers)
@@ -231,6 +237,15 @@ def specialisations(config: RunConfig, plan: Plan) -> list[tuple[str, dict[str, 
     if plan.special is not None:
         parts.append((plan.special.source, {**macros, **plan.special.macros()}))
     return parts
+
+
+def peer_specialisation(config: RunConfig, plan: Plan) -> tuple[str, dict[str, str]] | None:
+    """As `specialisations`: what takes the special module's place once ranks sum inside the kernel; None: nothing."""
+    macros = getattr(plan.special, "peer_macros", lambda: None)()
+    if macros is None or plan.special is None:
+        return None
+    source, usual = specialisations(config, plan)[1]
+    return source, {**usual, **macros}
 
 
 def describe_device() -> tuple[str, int, int, int, int]:

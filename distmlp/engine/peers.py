@@ -44,19 +44,29 @@ class PeerSum:
         """Collective. Raises AgreedError where the GPUs do not reach each other's memory."""
         self._state, self._world, self._ledger = state, world, state.ledger
         self._count = state.network.size + TALLY
+        special = state.plan.special
+        tallies = state.plan.blocks * TALLY  # one a block of the general kernel
+        self._stride = max(self._count + tallies, getattr(special, "peer_words", 0))  # floats of an inbox
         self._opened: list[int] = []
         self._gone = pinned(4).view(np.uint32)
         self._gone[0] = 0
         self._votes = pinned(layout.POST["votes"].itemsize).view(np.float32)
         self._post = pinned(layout.POST.itemsize).view(layout.POST)
         self.seconds = 0.0
+        grids = world.all_gather((state.plan.blocks, special.blocks if special else 0))
+        if len(set(grids)) > 1:  # a block hears of the same block on the other ranks
+
+            def refuse() -> None:
+                raise SystemUnfitError("the ranks' GPUs differ in size; use --set run.transport=nccl or staged")
+
+            world.agree(refuse, "peer")
         handle = world.agree(self._make_mailbox, "peer")
         handles = world.all_gather(handle)  # all ranks are here: none uses an earlier mailbox any more
         _kept.clear()
         mailboxes = world.agree(lambda: self._open(handles), "peer")
         self._peers = np.zeros((), layout.PEERS)
         self._peers["mailbox"][: world.size] = mailboxes
-        self._peers["gone"], self._peers["stride"] = self._gone.ctypes.data, self._count
+        self._peers["gone"], self._peers["stride"] = self._gone.ctypes.data, self._stride
         self._peers["ranks"], self._peers["rank"] = world.size, world.rank
         self.watch = PeerWatch(world, self._tell_kernel)
         self.limit(TRIAL_SECONDS)
@@ -67,7 +77,7 @@ class PeerSum:
         self._sum = self._state.join_peers(self._peers)
 
     def _make_mailbox(self) -> bytes:
-        size = layout.POST.itemsize + 2 * self._world.size * self._count * 4
+        size = layout.POST.itemsize + 2 * self._world.size * self._stride * 4
         self._mailbox = allocate(-(-size // PAGE) * PAGE, "what the ranks send each other")
         stream = self._ledger.stream
         self._mailbox.memset_async(0xFF, size, stream)  # unwritten

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+from ranks_report import TRANSPORTS, efficiencies
 from report import put_into
 
 from distmlp.tools.scaling_report import read_report, write_report
@@ -97,17 +99,17 @@ def _efficiency(report: dict[str, Any], mode: str) -> float:
 
 
 def _steps(results: Path, group: str) -> dict[tuple[str, str], float]:
-    """Weak efficiency of (preset, transport) by GPUxRANKS-step.json beside GPU-step.json, of the same kernels."""
-    gpu = group.rpartition("x")[0]
-    files = [results / f"{name}-step.json" for name in (group, gpu)]
-    if not all(file.exists() for file in files):
+    """Weak efficiency of (preset, transport) by GPUxRANKS-step.json, whose steps on one GPU are of the same run."""
+    file = results / f"{group}-step.json"
+    if not file.exists():
         return {}
-    several, one = (json.loads(file.read_text(encoding="utf-8")) for file in files)
-    if several["kernel_sha256"] != one["kernel_sha256"]:
-        return {}
-    alone = {row["preset"]: row["us_median"] for row in one["rows"] if row["subject"] == "distmlp"}
-    own = [row for row in several["rows"] if row["subject"].startswith("distmlp") and row["ranks"] > 1]
-    return {(r["preset"], r["transport"]): alone[r["preset"]] / r["us_median"] for r in own if r["preset"] in alone}
+    record = json.loads(file.read_text(encoding="utf-8"))
+    return {
+        (preset, transport): reached[transport]
+        for preset, reached in efficiencies(record).items()
+        for transport in TRANSPORTS
+        if not math.isnan(reached[transport])
+    }
 
 
 def _percent(value: float | None) -> str:

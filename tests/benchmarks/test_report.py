@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,13 +10,18 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from accuracy_ranks import off
 from feed_report import feed_table
 from feed_report import summary as feed_summary
+from ranks import TRANSPORTS, ranks_record
+from ranks_report import learnt_table, ranks_table, verdict
 from report import accuracy_table, ahead, summary, table
 from shapes import MOST_US, draw_shapes
 from step import disagreements, make_record
 
 from distmlp.tools.bench import PRESETS, find_preset
+
+RESULTS = Path(__file__).parent / "results"
 
 
 def line(preset: str, subject: str, us: float, loss: float = 1.0) -> dict:
@@ -93,3 +99,48 @@ def test_the_feed_is_told_in_tables_and_a_sentence() -> None:
     assert "2.00 GB resident set after the first epoch, 2.00 GB after 2 epochs" in text
     assert "0.31 GB/s shuffled row by row, 3.14 GB/s by whole batches" in text
     assert "train at 99.0% or more" in feed_summary(record)  # the fast one needs more than the files give
+
+
+def ranks_lines(us: dict[str, float]) -> list[dict]:
+    return [
+        line("seed-1024", f"distmlp-{name}" if name in TRANSPORTS else name, value) | {"transport": name}
+        for name, value in us.items()
+    ]
+
+
+def test_several_gpus_are_told_beside_one() -> None:
+    """Every transport, what `peer` adds, efficiencies, JAX's, and what was not measured."""
+    together = ranks_lines({"peer": 125.0, "nccl": 250.0, "staged": 500.0, "jax-scan": 300.0, "torch-ddp": 900.0})
+    alone = [line("seed-1024", "distmlp", 100.0), line("seed-1024", "jax-scan", 150.0)]
+    record = ranks_record(together, alone, [PRESETS["seed-1024"]], 2)
+    text = ranks_table(record)
+    row = "| seed-1024 | 1,024 | 100 | **125** | 250 | – | 500 | 25.0 | **80%** | 150 | 300 | 50% | 900 |"
+    assert row in text
+    assert record["missing"] == ["seed-1024: mpi was not measured"]
+    assert record["learning"] == []
+    assert "scales better than JAX in 1 of 1 rows" in text
+    assert sorted(row["ranks"] for row in record["rows"]) == [1, 1, 2, 2, 2, 2, 2]
+
+
+def test_several_gpus_are_told_without_one() -> None:
+    record = ranks_record(ranks_lines({"peer": 125.0}), [], [PRESETS["seed-1024"]], 2)
+    assert "| seed-1024 | 1,024 | – | **125** | – | – | – | – | **–** | – | – | – | – |" in ranks_table(record)
+    assert verdict(record) == ""
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*x*-step.json")), ids=lambda path: path.stem)
+def test_tables_of_several_gpus_are_those_of_the_results(path: Path) -> None:
+    text = ranks_table(json.loads(path.read_text()))
+    assert path.with_suffix(".md").read_text() == text + "\n"
+    assert text in (RESULTS.parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+def test_what_several_gpus_learn_is_told_and_compared_with_one() -> None:
+    row = {"dataset": "fashion", "precision": "bf16", "ranks": 2, "accuracy": 0.8912, "validation_loss": 0.31}
+    rows = [{**row, "transport": "none", "ranks": 1}, {**row, "transport": "peer"}]
+    record = {"rows": rows, "device": "G", "driver": "1", "date": "2026-01-02T03"}
+    assert "| fashion | peer | 2 | 0.8912 | 0.3100 |" in learnt_table(record)
+    assert "| fashion | one rank | 1 |" in learnt_table(record)
+    assert off(rows) == []
+    rows += [{**row, "transport": "mpi", "accuracy": 0.88}, {"transport": "nccl", "failed": "no NCCL"}]
+    assert off(rows) == ["nccl: no NCCL", "mpi: accuracy 0.8800, on one GPU 0.8912"]

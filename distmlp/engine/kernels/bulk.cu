@@ -144,13 +144,14 @@ __device__ __forceinline__ void copy_gradients(Ring& ring, const Memory& memory,
 }
 
 __device__ __forceinline__ void compute_gradients(
-    float (&c)[WIDEST / 2], Ring& ring, const Memory& memory, int rows, bool direct, const Hyper& h, u32 round) {
+    float (&c)[WIDEST / 2], Ring& ring, const Memory& memory, int rows, bool direct, const Hyper& h, u32 round,
+    Exchange& ranks) {
     Announcement none = {0, false};
     for (int number = blockIdx.x / 2; number < gradient_tasks(); number += gridDim.x / 2) {
         const GradientTask task(number, ring.rank, rows);
         clear<BULK_GRADIENT_N>(c);
         if (task.steps > 0) multiply<BULK_GRADIENT_N, false, false>(c, ring, task.steps, none);
-        finish_share(c, task, direct, h, memory.partials, memory.arrived, (round + 1) * BULK_SPLITS);
+        finish_share(c, task, direct, h, memory.partials, memory.arrived, (round + 1) * BULK_SPLITS, ranks);
     }
 }
 
@@ -237,27 +238,42 @@ __device__ __forceinline__ void train_step(
     }
     __syncthreads();
     const float weight = weight_sum;
-    const bool direct =
-        OPTIMIZER != LAMB && !ENGINE.needs_norm && !ENGINE.deferred && surely_finite(flags, *memory.inputs_of_step(s), weight, info.rows);
+    const bool joined = ranks_join();
+    bool direct = (joined || (OPTIMIZER != LAMB && !ENGINE.needs_norm && !ENGINE.deferred)) &&
+                  surely_finite(flags, *memory.inputs_of_step(s), weight, info.rows);
+    float total = weight;
+    Exchange ranks(0);
+    if (joined) {
+        const Agreement all = agree(ranks, MULTIPLIES, direct || info.rows == 0, weight, info.rows);
+        direct = all.direct;
+        total = all.weight;
+    }
     if (direct) {
         ++progress.step;
-        if (threadIdx.x == 0) set_hyper(hyper, info.rate, 1.f / weight, progress.step);
+        if (threadIdx.x == 0) set_hyper(hyper, info.rate, 1.f / total, progress.step);
         __syncthreads();
     }
     if (MULTIPLIES) {
-        compute_gradients(c, ring, memory, info.rows, direct, hyper, round);
+        compute_gradients(c, ring, memory, info.rows, direct, hyper, round, ranks);
     } else if (warp == 0) {
         if (threadIdx.x == CONSUMERS) copy_gradients(ring, memory, s, info.rows);
         __syncwarp();
     } else {
-        bias_gradients(warp - 1, row_blocks * CONSUMER_WARPS, direct, hyper, (float*)(dynamic_shared + STAGING_AT));
+        bias_gradients(
+            warp - 1, row_blocks * CONSUMER_WARPS, direct, hyper, (float*)(dynamic_shared + STAGING_AT), ranks);
         if (blockIdx.x == 0 && warp == 1) {
             const int across = (LAYER(ENGINE.layers - 1).fan_out + BULK_N - 1) / BULK_N;
             finish_loss(s, info, row_blocks * across * CONSUMER_WARPS, weight, memory.losses);
+            if (joined && direct && (threadIdx.x & 31) == TALLY_LOSS)
+                join_result(ranks, s, ENGINE.gradient[ENGINE.size + TALLY_LOSS], total);
         }
     }
     fence_async();
     barrier.wait();
+    if (joined && !all_were_there(s, direct)) {
+        progress.frozen = true;
+        return;
+    }
     if (!direct && !ENGINE.deferred) {
         apply_gradient(s, barrier, progress);
         barrier.wait();

@@ -6,9 +6,14 @@
 //   per step      partial sums out; every block adds up some parameters' over all blocks in their order, updates them
 //                 and sends them to all blocks (narrow_exchange.cuh)
 //
-// No sum depends on the order in which blocks run. Clipping and LAMB, which need a norm first, and gradients that
-// other ranks are still to add to go through the flat gradient buffer and update.cuh instead.
+// No sum depends on the order in which blocks run. The ranks of one host add theirs to it parameter by parameter
+// (NARROW_PEERS). Clipping and LAMB, which need a norm first, and gradients that other ranks are to add to between two
+// launches go through the flat gradient buffer and update.cuh instead.
 #include "narrow_exchange.cuh"
+
+#ifndef NARROW_PEERS
+#define NARROW_PEERS 0
+#endif
 
 namespace narrow {
 
@@ -100,12 +105,85 @@ struct Tiles {
     }
 };
 
+// The sum over the warps of what they have added up of this thread's parameter.
+__device__ __forceinline__ float sum_of_warps(const float* scratch) {
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) sum += scratch[w * WARP_SUMS + threadIdx.x];
+    return sum;
+}
+
+// How the gradients of this rank become those of the step: as they are, or summed over the ranks.
+struct OwnSums {
+    __device__ __forceinline__ float sum(int chunk, float own) { return own; }
+    __device__ __forceinline__ bool agree(StepTotals& totals, const float* scratch, int rows) { return true; }
+    __device__ __forceinline__ double loss(const float* scratch) const { return collect_loss(scratch); }
+    __device__ __forceinline__ void finish_step() {}
+    __device__ __forceinline__ void finish() {}
+};
+
+// Every block sends its own copy of the tally, which is the same in all of them, so that no block waits for another.
+struct RankSums {
+    Exchange words;
+    float vote;    // of this rank, where the thread has the place of one in the tally
+    float* agreed;  // shared: the tally over the ranks
+    u64 waited;
+
+    __device__ __forceinline__ RankSums() : words(own_post().exchanges), vote(0.f), waited(0) {
+        __shared__ float tally[TALLY];
+        agreed = tally;
+        const int k = tally_slot() - TALLY_STOP;
+        if (k >= 0 && k < 3) vote = own_post().votes[k];
+    }
+    // Of the threads behind those that own parameters; negative for all others.
+    __device__ __forceinline__ static int tally_slot() {
+        const int k = (int)threadIdx.x - CHUNK;
+        return k < TALLY ? k : -1;
+    }
+    __device__ __forceinline__ float sum(int chunk, float own) { return words.sum(chunk * CHUNK + threadIdx.x, own); }
+
+    // All threads of the block. False where a rank could not take part.
+    __device__ __forceinline__ bool agree(StepTotals& totals, const float* scratch, int rows) {
+        const int k = tally_slot();
+        if (k >= 0) {
+            float x = vote;
+            if (k == TALLY_LOSS) x = totals.bad ? __int_as_float(0x7fc00000) : (float)collect_loss(scratch);
+            if (k == TALLY_WEIGHT) x = totals.weight;
+            if (k == TALLY_ROWS) x = (float)rows;
+            const u64 began = blockIdx.x == 0 ? global_ns() : 0;
+            x = words.sum((i64)CHUNKS * CHUNK + blockIdx.x * TALLY + k, x);
+            agreed[k] = x;
+            if (blockIdx.x == 0) {
+                waited += global_ns() - began;
+                if (k >= TALLY_STOP && k < TALLY_STOP + 3) own_post().totals[k - TALLY_STOP] = x;
+            }
+        }
+        __syncthreads();
+        totals.weight = agreed[TALLY_WEIGHT];
+        totals.bad = !is_finite(agreed[TALLY_LOSS]) || !is_finite(totals.weight);
+        return agreed[TALLY_STOP + 1] == 0.f;
+    }
+    __device__ __forceinline__ double loss(const float* scratch) const { return agreed[TALLY_LOSS]; }
+    __device__ __forceinline__ void finish_step() { ++words.number; }
+    __device__ __forceinline__ void finish() {  // behind the last step
+        if (blockIdx.x > 0 || threadIdx.x != CHUNK) return;
+        own_post().exchanges = words.number;
+        own_post().waited_ns += waited;
+    }
+};
+#if NARROW_PEERS
+typedef RankSums Sums;
+#else
+typedef OwnSums Sums;
+#endif
+
 // f(place, gradient summed over `count` producers) for this block's chunks; threads 0 to 127. `own` is the place in the
 // first of them; `before(place)` is called ahead of the loads of the others, `totals` filled in before the first f.
-template <class Before, class F>
+// `join(chunk, sum)` is called first, where this thread owns a parameter, and then `agree(totals)` by all threads.
+template <class Before, class Join, class Agree, class F>
 __device__ __forceinline__ void for_each_sum(
     const Buffers& buffers, int s, u32 number, int count, const Place& own, StepTotals& totals, const Before& before,
-    const F& f) {
+    const Join& join, const Agree& agree, const F& f) {
     float* scratch = (float*)(dynamic_shared + EXCHANGE_AT);
     float* mine = scratch + (threadIdx.x >> 5) * WARP_SUMS;
     const float* partials = buffers.partials_of(s);
@@ -114,8 +192,12 @@ __device__ __forceinline__ void for_each_sum(
     if (blockIdx.x < CHUNKS) sum_chunk(partials, count, blockIdx.x, mine);
     __syncthreads();
     totals = collect_totals(scratch);
+    float first = 0.f;
+    if (own.flat >= 0) first = join(blockIdx.x, sum_of_warps(scratch));
+    agree(totals);
     for (int chunk = blockIdx.x; chunk < CHUNKS; chunk += gridDim.x) {
         Place place = own;
+        float sum = first;
         if (chunk != blockIdx.x) {
             place.flat = -1;
             if (threadIdx.x < CHUNK) place = locate(chunk, threadIdx.x);
@@ -123,13 +205,9 @@ __device__ __forceinline__ void for_each_sum(
             __syncthreads();
             sum_chunk(partials, count, chunk, mine);
             __syncthreads();
+            if (place.flat >= 0) sum = join(chunk, sum_of_warps(scratch));
         }
-        if (place.flat >= 0) {
-            float sum = 0.f;
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) sum += scratch[w * WARP_SUMS + threadIdx.x];
-            f(place, sum);
-        }
+        if (place.flat >= 0) f(place, sum);
     }
 }
 
@@ -152,16 +230,20 @@ __device__ __forceinline__ void set_next_hyper(Hyper& h, float rate, u64 step) {
 
 // Sums, update and publication of step `s`. `publication`: number of the next one. Returns whether there was one.
 __device__ __forceinline__ bool update_directly(
-    int s, u32 number, int count, float next_rate, const Place& own, const Buffers& buffers, u32 publication,
-    Hyper (&hyper)[2], Progress& progress) {
+    int s, u32 number, const StepInfo& info, int count, float next_rate, const Place& own, const Buffers& buffers,
+    u32 publication, Hyper (&hyper)[2], Progress& progress, Sums& ranks) {
     Parameter parameter = {};
     if (own.flat >= 0) parameter.load(own.flat);
+    const float* scratch = (const float*)(dynamic_shared + EXCHANGE_AT);
     StepTotals totals;
+    bool all = true;
     u8* image = buffers.image(publication);
     for_each_sum(
         buffers, s, number, count, own, totals, [&](const Place& other) { parameter.load(other.flat); },
+        [&](int chunk, float sum) { return ranks.sum(chunk, sum); },
+        [&](StepTotals& totals) { all = ranks.agree(totals, scratch, info.rows); },
         [&](const Place& place, float sum) {
-            if (totals.bad || totals.weight == 0.f) return;
+            if (!all || totals.bad || totals.weight == 0.f) return;
             Hyper h = hyper[s & 1];
             h.scale = 1.f / totals.weight;
             parameter.value = update_rule(h, parameter.value, sum, parameter.first, parameter.second);
@@ -169,8 +251,11 @@ __device__ __forceinline__ bool update_directly(
             parameter.mean = average(h.ema_decay, parameter.mean, parameter.value);
             parameter.store(place.flat);
         });
-    const bool update = !totals.bad && totals.weight != 0.f;
-    if (totals.bad) {
+    ranks.finish_step();
+    const bool update = all && !totals.bad && totals.weight != 0.f;
+    if (!all) {  // the host will say why
+        progress.frozen = true;
+    } else if (totals.bad) {
         if (ENGINE.stop_on_nonfinite) progress.frozen = true;
         else ++progress.skipped;
     }
@@ -178,8 +263,8 @@ __device__ __forceinline__ bool update_directly(
     set_next_hyper(hyper[s + 1 & 1], next_rate, progress.step + 1);
     if (blockIdx.x == 0 && threadIdx.x == CHUNK + 96)
         ENGINE.results[s] = StepResult{
-            collect_loss((float*)(dynamic_shared + EXCHANGE_AT)), totals.weight,
-            !totals.bad ? DONE : ENGINE.stop_on_nonfinite ? NOT_FINITE : LEFT_OUT};
+            ranks.loss(scratch), totals.weight,
+            !all ? NOT_RUN : !totals.bad ? DONE : ENGINE.stop_on_nonfinite ? NOT_FINITE : LEFT_OUT};
     return update;
 }
 
@@ -188,8 +273,8 @@ __device__ __forceinline__ void reduce_to_gradient(
     int s, u32 number, const StepInfo& info, int count, const Place& own, const Buffers& buffers) {
     StepTotals totals;
     for_each_sum(
-        buffers, s, number, count, own, totals, [](const Place&) {},
-        [&](const Place& place, float sum) { ENGINE.gradient[place.flat] = sum; });
+        buffers, s, number, count, own, totals, [](const Place&) {}, [](int, float sum) { return sum; },
+        [](StepTotals&) {}, [&](const Place& place, float sum) { ENGINE.gradient[place.flat] = sum; });
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         const double loss = collect_loss((float*)(dynamic_shared + EXCHANGE_AT));
         float* tally = ENGINE.gradient + ENGINE.size;
@@ -221,6 +306,7 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) narrow_st
     }
 #endif
     __shared__ Hyper hyper[2];
+    Sums ranks;
     write_ones<0>();
     load_scales((float*)(dynamic_shared + SCALES_AT));
     clear_exchange(buffers);
@@ -265,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) narrow_st
         }
 #if NARROW_DIRECT
         const bool updated =
-            update_directly(s, number, count, following.rate, own, buffers, publication + 1, hyper, progress);
+            update_directly(s, number, info, count, following.rate, own, buffers, publication + 1, hyper, progress, ranks);
         if (updated) ++publication;
         if (blockIdx.x < producers(following.rows) && loaded != publication) {
             load_weights(buffers.image(publication));
@@ -286,6 +372,7 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) narrow_st
         }
 #endif
     }
+    ranks.finish();
     // A block's own parameters are final, and all blocks have read the counters long ago.
     if (!ENGINE.deferred) copy_weights();
     if (blockIdx.x == 0) {

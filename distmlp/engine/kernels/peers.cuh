@@ -8,7 +8,7 @@
 // where what comes in over the link arrives too, and nothing can overtake.
 // Everything is added in the order of the ranks: all of them get the same bits.
 #pragma once
-#include "params.cuh"
+#include "epilogue.cuh"
 #include "reduce.cuh"
 
 #ifndef RARELY  // executed; but a kernel that hands registers around cannot call functions
@@ -62,6 +62,18 @@ __device__ __forceinline__ void store_words(float4* where, u32 x, u32 y, u32 z, 
                  : "memory");
 }
 
+__device__ __forceinline__ uint4 load_words(const float4* where) {
+    uint4 v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(where)
+                 : "memory");
+    return v;
+}
+__device__ __forceinline__ bool written(const uint4& v) {
+    return v.x != UNWRITTEN_WORD && v.y != UNWRITTEN_WORD && v.z != UNWRITTEN_WORD && v.w != UNWRITTEN_WORD;
+}
+
 // Whether to wait no longer: the host says that a rank has died, or the time is up.
 __device__ RARELY bool given_up(u64 began) {
     const bool lost = *(const volatile u32*)PEERS.gone || (PEERS.limit_ns && global_ns() - began > PEERS.limit_ns);
@@ -73,16 +85,124 @@ __device__ RARELY bool given_up(u64 began) {
 __device__ __forceinline__ float4 take_words(float4* where, u64 began, bool& lost) {
     uint4 v;
     for (u32 looks = 1;; ++looks) {
-        asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                     : "l"(where)
-                     : "memory");
-        if (v.x != UNWRITTEN_WORD && v.y != UNWRITTEN_WORD && v.z != UNWRITTEN_WORD && v.w != UNWRITTEN_WORD) break;
+        v = load_words(where);
+        if (written(v)) break;
         if (lost || (looks % PATIENCE == 0 && (lost = given_up(began)))) break;
     }
     store_words(where, UNWRITTEN_WORD, UNWRITTEN_WORD, UNWRITTEN_WORD, UNWRITTEN_WORD);
     return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
 }
+
+// Sums over the ranks without a grid barrier: every thread that owns numbers sends them and waits for those of the same
+// thread on the other ranks, at the same places. All blocks of all ranks count the exchanges alike. Whoever loses a rank
+// goes on with what it has; a barrier later all blocks see `lost` in the Post.
+struct Exchange {
+    u64 number;
+    bool lost;
+
+    __device__ __forceinline__ explicit Exchange(u64 number) : number(number), lost(false) {}
+
+    __device__ __forceinline__ u32* words(int to, int from, i64 at) const {
+        return (u32*)inbox(to, from, number & 1) + at;
+    }
+    // Whether to look once more; `began` is zero at first.
+    __device__ __forceinline__ bool patient(u32 looks, u64& began) {
+        if (looks % PATIENCE == 0 && !lost) {
+            if (!began) began = global_ns();
+            lost = *(const volatile u32*)&own_post().lost || given_up(began);
+        }
+        return !lost;
+    }
+
+    // The sum of the ranks' numbers `at`, of which this thread has `own`.
+    __device__ __forceinline__ float sum(i64 at, float own) {
+        send(at, own);
+        return take(at, own);
+    }
+    __device__ __forceinline__ void send(i64 at, float own) const {
+        for (int r = 0; r < PEERS.ranks; ++r)
+            if (r != PEERS.rank)
+                asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(words(r, PEERS.rank, at)), "r"(written_word(own))
+                             : "memory");
+    }
+    __device__ __forceinline__ float take(i64 at, float own) {
+        u64 began = 0;
+        float sum = 0.f;
+        for (int r = 0; r < PEERS.ranks; ++r) {
+            float x = own;
+            if (r != PEERS.rank) {
+                u32 *where = words(PEERS.rank, r, at), word;
+                for (u32 looks = 1;; ++looks) {
+                    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(word) : "l"(where) : "memory");
+                    if (word != UNWRITTEN_WORD || !patient(looks, began)) break;
+                }
+                asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(where), "r"(UNWRITTEN_WORD) : "memory");
+                x = __uint_as_float(word);
+            }
+            sum = r == 0 ? x : sum + x;
+        }
+        return sum;
+    }
+
+    // The same of four numbers, at a multiple of four where they are `whole`, else of the first `count`. Sending, a first
+    // look and taking are apart, so that much can be under way.
+    __device__ __forceinline__ void send(i64 at, const float4& v, bool whole, int count) const {
+        if (whole) {
+            for (int r = 0; r < PEERS.ranks; ++r)
+                if (r != PEERS.rank)
+                    store_words(
+                        (float4*)words(r, PEERS.rank, at), written_word(v.x), written_word(v.y), written_word(v.z),
+                        written_word(v.w));
+            return;
+        }
+        const auto each = [&](float x, int k) {
+            if (k < count) send(at + k, x);
+        };
+        EACH_OF_FOUR(each);
+    }
+    __device__ __forceinline__ void send(i64 at, const float2& v, bool whole, int count) const {
+        if (whole) {
+            for (int r = 0; r < PEERS.ranks; ++r)
+                if (r != PEERS.rank)
+                    asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1,%2};" ::"l"(words(r, PEERS.rank, at)),
+                                 "r"(written_word(v.x)), "r"(written_word(v.y))
+                                 : "memory");
+            return;
+        }
+        if (count > 0) send(at, v.x);
+        if (count > 1) send(at + 1, v.y);
+    }
+    __device__ __forceinline__ uint4 look(i64 at, bool whole) const {
+        const u32 none = UNWRITTEN_WORD;
+        return whole ? load_words((const float4*)words(PEERS.rank, PEERS.rank == 0, at)) : make_uint4(none, none, none, none);
+    }
+    __device__ __forceinline__ float4 take(i64 at, const float4& own, uint4 seen, bool whole, int count) {
+        float4 sum = own;
+        if (!whole) {
+            float4& v = sum;
+            const auto each = [&](float& x, int k) {
+                if (k < count) x = take(at + k, x);
+            };
+            EACH_OF_FOUR(each);
+            return sum;
+        }
+        u64 began = 0;
+        for (int r = 0; r < PEERS.ranks; ++r) {
+            float4 v = own;
+            if (r != PEERS.rank) {
+                float4* where = (float4*)words(PEERS.rank, r, at);
+                if (r > (PEERS.rank == 0)) seen = load_words(where);
+                for (u32 looks = 1; !written(seen) && patient(looks, began); ++looks) seen = load_words(where);
+                store_words(where, UNWRITTEN_WORD, UNWRITTEN_WORD, UNWRITTEN_WORD, UNWRITTEN_WORD);
+                v = make_float4(
+                    __uint_as_float(seen.x), __uint_as_float(seen.y), __uint_as_float(seen.z), __uint_as_float(seen.w));
+            }
+            if (r == 0) sum = v;
+            else sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        }
+        return sum;
+    }
+};
 
 // Vector i of gradient and tally as this rank has it, its votes among them.
 __device__ __forceinline__ float4 own_vector(i64 i) {

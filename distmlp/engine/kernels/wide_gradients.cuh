@@ -1,5 +1,6 @@
 // Weight and bias gradients of all layers in one phase, with the update where that is possible.
 #pragma once
+#include "joined.cuh"
 #include "magnitudes.cuh"
 #include "wide_head.cuh"
 
@@ -39,11 +40,46 @@ __device__ __forceinline__ bool add_splits(Gradient& product, const Layer& layer
     return true;
 }
 
-// What becomes of the gradient of a whole tile.
-__device__ __forceinline__ void finish_weights(const Layer& layer, int m0, int n0, bool direct, const Hyper& h) {
+// Which block finishes a tile of several splits differs from rank to rank: blocks that finish several might wait for each
+// other in a circle.
+__device__ __forceinline__ bool may_join() {
+    return ranks_join() && (LAYER(0).splits == 1 || ENGINE.gradient_tasks <= gridDim.x);
+}
+
+// What is known of four weights before their gradient is summed.
+struct Joined {
+    Parameters parameters;
+    uint4 seen;  // of another rank's gradient
+};
+
+// What becomes of the gradient of a whole tile. With several ranks it is sent as a whole first: what comes back takes a
+// while.
+__device__ __forceinline__ void finish_weights(
+    const Layer& layer, int m0, int n0, bool direct, const Hyper& h, Exchange& ranks) {
     typedef Gradient::Output Output;
     const float* tile = output_tile<Gradient>();
-    if (direct)
+    if (SEVERAL_RANKS && direct) {
+        const bool whole = layer.fan_out % 4 == 0;
+        Output::for_each_quad(
+            tile, [](int, int) { return 0; },
+            [&](int r, int c, const float4& v, int) {
+                if (has_weights(layer, m0 + r, n0 + c))
+                    ranks.send(weight_place(layer, m0 + r, n0 + c), v, whole, layer.fan_out - n0 - c);
+            });
+        Output::for_each_quad(
+            tile,
+            [&](int r, int c) {
+                Joined known = {load_weights(layer, m0 + r, n0 + c)};
+                if (has_weights(layer, m0 + r, n0 + c)) known.seen = ranks.look(weight_place(layer, m0 + r, n0 + c), whole);
+                return known;
+            },
+            [&](int r, int c, const float4& v, Joined& known) {
+                if (!has_weights(layer, m0 + r, n0 + c)) return;
+                const float4 sum =
+                    ranks.take(weight_place(layer, m0 + r, n0 + c), v, known.seen, whole, layer.fan_out - n0 - c);
+                update_weights(layer, h, m0 + r, n0 + c, sum, known.parameters);
+            });
+    } else if (direct)
         Output::for_each_quad(
             tile, [&](int r, int c) { return load_weights(layer, m0 + r, n0 + c); },
             [&](int r, int c, const float4& v, Parameters& known) {
@@ -62,7 +98,7 @@ __device__ __forceinline__ int layer_of_task(int task) {
     return l;
 }
 
-__device__ PHASE void weight_gradients(const Batch& batch, int rows, bool direct, const Hyper& h) {
+__device__ PHASE void weight_gradients(const Batch& batch, int rows, bool direct, const Hyper& h, Exchange& ranks) {
     const int stages = ceil_div(rows, Gradient::DEPTH);
     const auto work = [&](int i, TileWork& w) {
         const int task = blockIdx.x + i * gridDim.x;
@@ -87,13 +123,13 @@ __device__ PHASE void weight_gradients(const Batch& batch, int rows, bool direct
         product.add_slices(output_tile<Gradient>());
         if (layer.splits > 1 && !add_splits(product, layer, own / layer.splits, own % layer.splits)) return;
         product.for_each_summed_part(output_tile<Gradient>(), [&](int part) {
-            finish_weights(layer, w.m0, w.n0 + part * Gradient::Output::N, direct, h);
+            finish_weights(layer, w.m0, w.n0 + part * Gradient::Output::N, direct, h, ranks);
         });
     });
 }
 
 // Gradients of up to BIAS_COLUMNS biases: every warp adds up its share of the row tiles, then the warps' sums in order.
-__device__ __forceinline__ void bias_task(int l, int task, int rows, bool direct, const Hyper& h) {
+__device__ __forceinline__ void bias_task(int l, int task, int rows, bool direct, const Hyper& h, Exchange& ranks) {
     __shared__ float sums[THREADS / 32][BIAS_COLUMNS];
     const Layer& layer = LAYER(l);
     const int parts = column_parts(l, rows);
@@ -106,18 +142,19 @@ __device__ __forceinline__ void bias_task(int l, int task, int rows, bool direct
     if (warp == 0 && c < layer.fan_out) {
         sum = 0.f;
         for (int w = 0; w < THREADS / 32; ++w) sum += sums[w][threadIdx.x];
+        if (SEVERAL_RANKS && direct) sum = ranks.sum(layer.bias_offset + c, sum);
         if (direct) update_parameter(h, layer.bias_offset + c, sum);
         else ENGINE.gradient[layer.bias_offset + c] = sum;
     }
     __syncthreads();
 }
 
-__device__ __forceinline__ void gradients(const Batch& batch, int rows, bool direct, const Hyper& h) {
-    weight_gradients(batch, rows, direct, h);
+__device__ __forceinline__ void gradients(const Batch& batch, int rows, bool direct, const Hyper& h, Exchange& ranks) {
+    weight_gradients(batch, rows, direct, h, ranks);
     for (int l = 0, before = 0; l < ENGINE.layers; ++l) {  // the last blocks take them first
         const int tasks = ceil_div(LAYER(l).fan_out, BIAS_COLUMNS);
         for (int task = (blockIdx.x + before) % gridDim.x; task < tasks; task += gridDim.x)
-            bias_task(l, tasks - 1 - task, rows, direct, h);
+            bias_task(l, tasks - 1 - task, rows, direct, h, ranks);
         before += tasks;
     }
 }
