@@ -5,7 +5,7 @@ distmlp and JAX taking the same steps on one GPU, each on a GPU of its own: what
 Then all subjects one after the other; the file is written after each, so that it holds what was measured whatever
 happens later, and a call with the same --keep adds to what another one measured on the same machine. mpirun is the one
 on PATH; its make decides whether `mpi` can be measured (README.md says how to start Intel MPI). `--warm-only` fills the
-compilers' caches in --caches, side by side.
+compilers' caches in --caches, side by side. `--add-alone results/GPU-step.json` takes the steps on one GPU from there.
 """
 
 from __future__ import annotations
@@ -131,6 +131,10 @@ class Ranks:
 
 def main() -> int:
     options = parse()
+    if options.add_alone:
+        record = with_alone(json.loads(options.out.read_text()), json.loads(options.add_alone.read_text()))
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        return 0
     end = time.monotonic() + options.seconds
     presets = tuple(find_preset(name) for name in options.presets.split(","))
     subjects = options.subjects.split(",")
@@ -166,6 +170,26 @@ def main() -> int:
     return 1 if record["missing"] or record["learning"] else 0
 
 
+def with_alone(record: dict[str, Any], single: dict[str, Any]) -> dict[str, Any]:
+    """`record` with the steps on one GPU that step.py measured, where it has none of its own. Raises SystemExit where
+    the two are of other kernels, GPUs or precisions."""
+    for key in ("kernel_sha256", "device", "driver"):
+        if record[key] != single[key]:
+            raise SystemExit(f"{key} differs: {record[key]} and {single[key]}")
+    have = {(row["preset"], row["subject"]) for row in record["rows"] if row["ranks"] == 1}
+    together = {row["preset"]: row["precision"] for row in record["rows"]}
+    taken = [
+        row for row in single["rows"]
+        if row["subject"] in ("distmlp", "jax-scan") and together.get(row["preset"]) == row["precision"]
+        and (row["preset"], row["subject"]) not in have
+    ]  # fmt: skip
+    order = list(together)
+    rows = sorted(record["rows"] + taken, key=lambda row: (order.index(row["preset"]), row["ranks"]))
+    names = {row["preset"] for row in rows if row["ranks"] == 1 and row["subject"] == "distmlp"}
+    missing = [text for text in record["missing"] if "(one GPU)" not in text or text.split(":")[0] not in names]
+    return {**record, "rows": rows, "missing": missing}
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", default=",".join(PRESETS), help="comma separated; also WIDTHS@BATCH")
@@ -183,6 +207,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, help="folder of what was measured; default: a temporary one")
     parser.add_argument("--caches", type=Path, help="folder of the compilers' caches; default: a temporary one")
     parser.add_argument("--warm-only", action="store_true", help="fill --caches, measure nothing")
+    parser.add_argument(
+        "--add-alone", type=Path, metavar="FILE", help="measure nothing: put step.py's results into --out"
+    )
     parser.add_argument("--out", type=Path, help="default: results/GPUxRANKS-step.json beside this program")
     return parser.parse_args()
 

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from accuracy_ranks import off
 from feed_report import feed_table
 from feed_report import summary as feed_summary
-from ranks import TRANSPORTS, ranks_record
-from ranks_report import learnt_table, ranks_table, verdict
+from ranks import TRANSPORTS, ranks_record, with_alone
+from ranks_report import efficiencies, learnt_table, ranks_table, verdict
 from report import accuracy_table, ahead, summary, table
 from shapes import MOST_US, draw_shapes
 from step import disagreements, make_record
@@ -129,6 +129,19 @@ def test_several_gpus_are_told_without_one() -> None:
     record = ranks_record(ranks_lines({"peer": 125.0}), [], [PRESETS["seed-1024"]], 2)
     assert "| seed-1024 | 1,024 | – | **125** | – | – | – | – | **–** | – | – | – | – |" in ranks_table(record)
     assert verdict(record) == ""
+
+
+def test_steps_on_one_gpu_may_come_from_another_file() -> None:
+    presets = [PRESETS["seed-1024"]]
+    record = ranks_record(ranks_lines({"peer": 125.0, "jax-scan": 300.0}), [], presets, 2, ("peer",))
+    assert record["missing"] == ["seed-1024: distmlp was not measured (one GPU)"]
+    single = make_record([line("seed-1024", "distmlp", 100.0), line("seed-1024", "torch-graph", 90.0)], presets, "bf16")
+    both = with_alone(record, single)
+    assert efficiencies(both)["seed-1024"]["peer"] == 0.8
+    assert both["missing"] == []
+    assert len(with_alone(both, single)["rows"]) == len(both["rows"]) == 3
+    with pytest.raises(SystemExit, match="kernel_sha256 differs"):
+        with_alone(record, {**single, "kernel_sha256": "other"})
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*x*-step.json")), ids=lambda path: path.stem)
