@@ -31,7 +31,7 @@ class DirectRows:
 
     def __init__(self, layouts: Sequence[Layout], starts: NDArray, dtype: np.dtype) -> None:
         self._paths = [layout.path for layout in layouts]
-        self._row_bytes = layouts[0].row_bytes
+        self._row_bytes = layouts[0].width * dtype.itemsize
         pieces = [_pieces(layout, dtype) for layout in layouts]  # rows that lie together: all of a file, or chunks
         counts = [len(offsets) for _, offsets in pieces]
         self._files = np.arange(len(layouts)).repeat(counts)

@@ -64,6 +64,17 @@ def test_chunks_of_whole_rows_are_direct():
     assert DirectRows(both, np.array([0, 10, 15]), F4).find(np.array([[(1, 2)]])) is None
 
 
+def test_the_first_file_may_be_of_another_type():
+    """Its rows are not direct, and those of the others have their own size."""
+    layouts = [
+        Layout(f"{k}.h5", "inputs", (5, WIDTH), np.dtype(dtype), "contiguous", 1 << 40, offset=100)
+        for k, dtype in enumerate(("<f4", "<f8"))
+    ]
+    rows = DirectRows(layouts, np.array([0, 5, 10]), np.dtype("<f8"))
+    assert rows.find(np.array([[(1, 2)]])) is None
+    assert rows.find(np.array([[(6, 2)]]))[0].spans.tolist() == [[100 + 8 * WIDTH, 16 * WIDTH]]
+
+
 def test_neighbours_in_a_window_are_one_read():
     rows = table([100, 100], [0, 5000])
     reads, following = rows.find(np.array([[(0, 10), (10, 20), (90, 20)], [(110, 5), (120, 5), (125, 5)]]))
