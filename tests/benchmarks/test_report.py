@@ -14,7 +14,7 @@ from accuracy_ranks import off
 from feed_report import feed_table
 from feed_report import summary as feed_summary
 from ranks import TRANSPORTS, ranks_record, with_alone
-from ranks_report import efficiencies, learnt_table, ranks_table, verdict
+from ranks_report import efficiencies, learnt_table, ranks_of, ranks_table, verdict
 from report import accuracy_table, ahead, summary, table
 from shapes import MOST_US, draw_shapes
 from step import disagreements, make_record
@@ -160,3 +160,45 @@ def test_what_several_gpus_learn_is_told_and_compared_with_one() -> None:
     assert off(rows) == []
     rows += [{**row, "transport": "mpi", "accuracy": 0.88}, {"transport": "nccl", "failed": "no NCCL"}]
     assert off(rows) == ["nccl: no NCCL", "mpi: accuracy 0.8800, on one GPU 0.8912"]
+
+
+def scaling_reports() -> dict[str, dict[tuple[str, str], dict]]:
+    """By GPUxRANKS: (preset, transport) → what is committed under results/scaling."""
+    found: dict[str, dict[tuple[str, str], dict]] = {}
+    for path in sorted((RESULTS / "scaling").glob("*x*-*/report.json")):
+        group, _, rest = path.parent.name.partition("-")
+        preset, _, transport = rest.rpartition("-")
+        found.setdefault(group, {})[preset, transport] = json.loads(path.read_text())
+    return found
+
+
+def test_scaling_reports_agree_with_the_steps_of_the_same_kernels() -> None:
+    """Weak efficiency through the command and through the engine, as far as both were measured."""
+    for group, reports in scaling_reports().items():
+        file = RESULTS / f"{group}-step.json"
+        if not file.exists():
+            continue
+        record = json.loads(file.read_text())
+        reached = efficiencies(record)
+        for (preset, transport), report in reports.items():
+            if report.get("kernel_sha256") != record["kernel_sha256"] or preset not in reached:
+                continue
+            points = [p for p in report["points"] if p["mode"] == "weak" and p["ranks"] == ranks_of(record)]
+            for point in points:
+                assert point["efficiency"] == pytest.approx(reached[preset][transport], abs=0.1), (preset, transport)
+
+
+def test_the_overview_of_scaling_is_that_of_the_reports() -> None:
+    readme = (RESULTS.parents[2] / "README.md").read_text(encoding="utf-8")
+    for group, reports in scaling_reports().items():
+        text = (RESULTS / f"{group}-scaling.md").read_text(encoding="utf-8")
+        assert f"results/{group}-scaling.png" in readme
+        for (preset, transport), report in reports.items():
+            for point in report["points"]:
+                if point["ranks"] > 1:
+                    us = f"**{point['us_per_step_median']:,.0f}**"
+                    row = next(
+                        row for row in text.splitlines()
+                        if row.startswith(f"| {preset} | [{transport}](") and f"| {point['mode']} |" in row
+                    )  # fmt: skip
+                    assert us in row or f"**{point['us_per_step_median']:.1f}**" in row
