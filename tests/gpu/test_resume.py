@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.faults.killing import kill_again_and_again
@@ -18,6 +19,15 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, precision):
     train(toml, tmp_path / "parts", 0, "--set", "run.steps=20", "--resume", *FUSED)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert sha256(tmp_path / "parts") == sha256(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("engines", [("fused", "reference"), ("reference", "fused")], ids=" to ".join)
+def test_goes_on_with_the_other_engine(tmp_path, engines):
+    toml = make_problem(tmp_path, checkpoint_every="1 hour", ema_decay=0.95)
+    train(toml, tmp_path / "whole", 0, "--set", "run.steps=20", *FUSED)
+    for engine, steps, *resume in ((engines[0], 11), (engines[1], 20, "--resume")):
+        train(toml, tmp_path / "parts", 0, "--set", f"run.steps={steps}", "--set", f"run.engine={engine}", *resume)
+    np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=1e-4)
 
 
 def test_twenty_kills(tmp_path):
