@@ -6,19 +6,18 @@ README.md is made from it.
 
 from __future__ import annotations
 
-import os
-import re
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from distmlp.config_file import read_document
 from distmlp.config_messages import explain, short
 from distmlp.errors import ConfigError
+from distmlp.interval import Interval
 from distmlp.overrides import absolute, anchor_paths, apply_override
 
 Activation = Literal["relu", "leaky_relu", "elu", "gelu", "silu", "tanh", "sigmoid", "softplus", "sine", "identity"]
@@ -28,35 +27,28 @@ Width = Annotated[int, Field(ge=1, le=1 << 24)]
 # Bounds that keep products of two within 64 bits, and the sample order's epoch within 32.
 _MOST = 1 << 40
 _MOST_STEPS = 1 << 32
-_MOST_BYTES = 16 << 20  # of a file
-
-_INTERVAL = re.compile(r"(\d+(?:\.\d+)?)\s*(epoch|step|second|minute|hour)s?")
-_SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
 
 
-@dataclass(frozen=True)
-class Interval:
-    """How often something happens: exactly one of the three is set."""
-
-    epochs: int = 0
-    steps: int = 0
-    seconds: float = 0.0
-
-    @classmethod
-    def parse(cls, text: str) -> Interval:
-        """Read "1 epoch", "500 steps", "90 seconds", "10 minutes", "2 hours"."""
-        match = _INTERVAL.fullmatch(text.strip())
-        if match is None or not 0 < (value := float(match[1])) <= _MOST:
-            raise ValueError('expected a positive number and a unit, such as "1 epoch", "500 steps" or "10 minutes"')
-        if match[2] in _SECONDS:
-            return cls(seconds=value * _SECONDS[match[2]])
-        if value != int(value):
-            raise ValueError(f"{match[2]}s come whole")
-        return cls(epochs=int(value)) if match[2] == "epoch" else cls(steps=int(value))
+def _is_utf8(text: str) -> bool:
+    """Names of files and arguments that are not come with lone surrogates in place of their bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _texts(cls, value: Any) -> Any:
+        """No text that could be neither a path nor written to a file."""
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and ("\0" in text or not _is_utf8(text)):
+                raise ValueError("expected UTF-8 text without NUL characters")
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -242,16 +234,7 @@ class RunConfig(_Section):
         directory. Raises ConfigError.
         """
         path = Path(path)
-        try:
-            document = tomllib.loads(_read(path).decode("utf-8-sig"))  # editors on Windows write a mark
-        except OSError as error:
-            raise ConfigError(
-                f"configuration {path}: {error.strerror or error}; give the path of a TOML file"
-            ) from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"configuration {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-        except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-            raise ConfigError(f"configuration {path}: not valid TOML: {error or 'nested too deeply'}") from None
+        document = read_document(path)
         anchor_paths(document, path.parent)
         for override in overrides:
             apply_override(document, override, sections())
@@ -322,21 +305,3 @@ def _leaves(document: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for section, keys in document.items():
         for key, value in keys.items():
             yield f"{section}.{key}", value
-
-
-def _read(path: Path) -> bytes:
-    """What a file holds, or a pipe such as a shell's `<(…)`; one that nobody writes to is empty, and not waited for.
-
-    Raises OSError, and ValueError for what never ends.
-    """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        os.set_blocking(handle, True)
-        content = b""
-        while piece := os.read(handle, 1 << 20):
-            content += piece
-            if len(content) > _MOST_BYTES:
-                raise ValueError(f"longer than {_MOST_BYTES:,} bytes")
-        return content
-    finally:
-        os.close(handle)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,20 +27,13 @@ except ImportError:
         "distmlp.estimators needs scikit-learn 1.6 or newer: pip install 'distmlp[sklearn]' brings it"
     ) from None
 
-from distmlp.comm.world import World
 from distmlp.config import RunConfig
-from distmlp.data.arrays import MemoryFeed, moments, take
+from distmlp.data.arrays import take
 from distmlp.data.shards import Rows
-from distmlp.engine import Engine, Standardization, State
+from distmlp.engine import Engine
 from distmlp.engine.functions import softmax
-from distmlp.engine.select import open_engine
-from distmlp.errors import ConfigError, DivergedError
-from distmlp.network import Network
-from distmlp.order import Order
-from distmlp.schedule import learning_rates
-
-if TYPE_CHECKING:
-    from distmlp.data.feed import Feed
+from distmlp.errors import ConfigError
+from distmlp.in_memory import Training
 
 _FLOATS = (np.float64, np.float32)
 
@@ -160,15 +153,10 @@ class _MLP(BaseEstimator):
     def _start(self, rows: Rows, outputs: int) -> None:
         """Fresh weights and counters."""
         self._random = check_random_state(self.random_state)
-        self._config = self._configuration(rows.inputs.shape, outputs)
-        model = self._config.model
-        self._network = Network.build(model.layers, model.activation, model.output_activation)
-        self._standardization = _measured(self._config.data.standardize, rows)
-        self._state = State(self._network.initial(self._config.run.seed, model.init))
+        self._training = Training(self._configuration(rows.inputs.shape, outputs), rows)
+        self.loss_curve_, self.validation_scores_ = self._training.losses, self._training.scores
+        self.n_layers_, self.n_outputs_ = len(self._training.config.model.layers), outputs
         self.n_iter_, self.t_ = 0, 0
-        self.n_layers_, self.n_outputs_ = len(model.layers), outputs
-        self.loss_curve_: list[float] = []
-        self.validation_scores_: list[float] = []
 
     def _configuration(self, shape: tuple[int, int], outputs: int) -> RunConfig:
         for name in ("max_iter", "n_iter_no_change"):
@@ -223,72 +211,35 @@ class _MLP(BaseEstimator):
 
     def _run(self, rows: Rows, held_out: Rows | None, epochs: int) -> bool:
         """Up to `epochs` more epochs; True if the last was used up and the loss was still falling."""
-        data, run = self._config.data, self._config.run
-        order = Order(len(rows.inputs), data.streams, data.batch, run.seed, data.shuffle)
-        engine = self._open(MemoryFeed(rows, order))
-        best, best_state, stale, patience = np.inf, None, 0, int(self.n_iter_no_change)
-        try:
-            for _ in range(epochs):
-                loss = self._epoch(engine, order.batches_per_epoch)
-                if held_out is not None:
-                    score = self._score(engine.predict(held_out.inputs), held_out.targets, held_out.weights)
-                    self.validation_scores_.append(score)
-                    loss = -score
-                stale = 0 if loss < best - self.tol else stale + 1
-                if loss < best:
-                    best = loss
-                    best_state = engine.state() if held_out is not None else None
-                if stale >= patience:
-                    break
-            self._state = best_state or engine.state()
-        finally:
-            engine.close()
-        self.loss_ = self.loss_curve_[-1]
-        return stale < patience
 
-    def _epoch(self, engine: Engine, batches: int) -> float:
-        optimizer = self._config.optimizer
-        rates = learning_rates(self._config.schedule, optimizer.learning_rate, 0, batches, batches)
-        report = engine.train(self.n_iter_, 0, rates)
-        if report.nonfinite is not None:
-            raise DivergedError(
-                f"fit: loss or gradient is not finite at batch {report.nonfinite} of epoch {self.n_iter_}; lower "
-                "learning_rate_init, set clip_norm, or standardize"
-            )
-        loss = float(np.sum(report.losses * report.weights) / np.sum(report.weights))
-        self.loss_curve_.append(loss)
-        self.n_iter_ += 1
-        self.t_ += batches
-        return loss
+        def score(engine: Engine) -> float:
+            assert held_out is not None
+            return self._score(engine.predict(held_out.inputs), held_out.targets, held_out.weights)
 
-    def _open(self, feed: MemoryFeed | None) -> Engine:
-        as_feed = cast("Feed | None", feed)  # what an engine asks of a feed, both have
-        engine, _ = open_engine(self._config, self._network, World(), as_feed, self._standardization)
-        engine.load(self._state)
-        return engine
+        goes_on = self._training.run(
+            rows, epochs, self.tol, int(self.n_iter_no_change), score if held_out is not None else None
+        )
+        self.t_ += (len(self.loss_curve_) - self.n_iter_) * -(-len(rows.inputs) // self._training.config.data.batch)
+        self.n_iter_, self.loss_ = len(self.loss_curve_), self.loss_curve_[-1]
+        return goes_on
 
     def _outputs(self, X: Any) -> NDArray:
         """The output layer (rows, outputs), float32, in target units."""
         check_is_fitted(self)
-        X = validate_data(self, X, dtype=_FLOATS, reset=False)
-        engine = self._open(None)
-        try:
-            return engine.predict(X)
-        finally:
-            engine.close()
+        return self._training.outputs(validate_data(self, X, dtype=_FLOATS, reset=False))
 
     @property
     def coefs_(self) -> list[NDArray]:
         """Weights (fan_in, fan_out) of every layer, behind the standardization."""
-        return [weight for weight, _ in self._network.views(self._state.parameters)]
+        return [weight for weight, _ in self._training.views]
 
     @property
     def intercepts_(self) -> list[NDArray]:
         """Biases (fan_out,) of every layer."""
-        return [bias for _, bias in self._network.views(self._state.parameters)]
+        return [bias for _, bias in self._training.views]
 
     def __sklearn_is_fitted__(self) -> bool:
-        return hasattr(self, "_state")
+        return hasattr(self, "_training")
 
 
 class MLPClassifier(ClassifierMixin, _MLP):
@@ -381,14 +332,6 @@ class MLPRegressor(RegressorMixin, _MLP):
 
     def _score(self, outputs: NDArray, targets: NDArray, weights: NDArray | None) -> float:
         return float(r2_score(targets, outputs, sample_weight=weights))
-
-
-def _measured(which: str, rows: Rows) -> Standardization:
-    """Mean and deviation over the rows, each counting with its weight."""
-    return Standardization(
-        inputs=None if which == "none" else moments(rows.inputs, rows.weights),
-        targets=moments(rows.targets, rows.weights) if which == "both" else None,
-    )
 
 
 def _plain(value: Any) -> Any:

@@ -121,7 +121,7 @@ def _open(checkpoint: Path, data: str, inputs: str, targets: str | None) -> tupl
     saved = world.agree(lambda: load_checkpoint(resolve_checkpoint(checkpoint)))
     trained = saved.config.data
     with_targets = targets is not None
-    chosen = DataConfig(
+    chosen = DataConfig.model_construct(  # unchecked: this path need not be text that a file could hold
         train=absolute(data),
         inputs=inputs or trained.inputs,
         targets=targets or trained.targets,

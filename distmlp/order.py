@@ -23,7 +23,6 @@ WINDOW_ROWS = BLOCK_ROWS * WINDOW_BLOCKS
 ROUNDS = 6
 
 _U32 = np.uint32
-_U64 = np.uint64
 
 
 def mix(value: NDArray | int, key: NDArray | int) -> NDArray:

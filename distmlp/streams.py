@@ -36,7 +36,7 @@ def guard_streams() -> None:
         sys.stdout = io.TextIOWrapper(
             io.BufferedWriter(_Output(out.fileno(), "w", closefd=False)),
             encoding=out.encoding,
-            errors=out.errors,
+            errors="backslashreplace" if out.errors == "strict" else out.errors,  # as standard error has it
             line_buffering=out.line_buffering,
             write_through=out.write_through,
         )

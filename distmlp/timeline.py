@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from distmlp.config import Interval, RunSection
+from distmlp.config import RunSection
+from distmlp.interval import Interval
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from distmlp.checkpoint import Checkpoint
 from distmlp.comm.signals import StopRequest
 from distmlp.comm.watchdog import Watchdog
 from distmlp.comm.world import World, open_world
-from distmlp.config import Interval, RunConfig
+from distmlp.config import RunConfig
 from distmlp.engine import StepReport
 from distmlp.errors import DataError, DistmlpError, DivergedError, StoppedError
+from distmlp.interval import Interval
 from distmlp.job import Job, open_job
 from distmlp.metrics import MeanLoss, Reporter, Throughput
 from distmlp.output import Summary

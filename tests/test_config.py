@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from distmlp.config import Interval, RunConfig, sections
+from distmlp.config import RunConfig, sections
 from distmlp.errors import ConfigError
+from distmlp.interval import Interval
 
 
 def refusal(*args, **changes):
@@ -68,6 +69,9 @@ def test_the_contracts_defaults_are_the_defaults():
         ({"run__checkpoint_every": "5 parsecs"}, "run.checkpoint_every = '5 parsecs': expected a positive number and"),
         ({"run__validate_every": "1.5 epochs"}, "run.validate_every = '1.5 epochs': epochs come whole"),
         ({"run__stall_timeout": "3 epochs"}, "run.stall_timeout = '3 epochs': expected a time, such as \"10 minutes\""),
+        ({"run__output": "a\0b"}, "run.output = 'a\\x00b': expected UTF-8 text without NUL characters"),
+        ({"data__train": "bad\udcff.h5"}, "data.train = 'bad\\udcff.h5': expected UTF-8 text without NUL characters"),
+        ({"data__train": ["a.h5", "b\0.h5"]}, "data.train = ['a.h5', 'b\\x00.h5']: expected UTF-8 text without NUL"),
         ({"run__shuffle": True}, "run.shuffle: unknown key"),
     ],
 )

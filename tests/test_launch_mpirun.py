@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -72,7 +73,7 @@ def test_wrapper_does_not_call_itself(tmp_path):
 @pytest.mark.parametrize("file", sorted((PROJECT / "launch" / "env").glob("*.sh")), ids=lambda path: path.stem)
 def test_environment_files_can_be_sourced_anywhere(file):
     """Without the hardware they are for they may warn, but neither fail nor print to standard output."""
-    script = f"set -eu; . {file}; env"
+    script = f"set -eu; . {shlex.quote(str(file))}; env"
     done = subprocess.run(
         ["sh", "-c", script], capture_output=True, text=True, timeout=20, env={"PATH": os.environ["PATH"]}
     )

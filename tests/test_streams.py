@@ -49,6 +49,13 @@ def test_output_that_cannot_be_stored_is_told(folder, command):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("command", ["data check a.h5", "bench --preset 3-2@5", "data convert a.h5 $'b\\xff.h5'"])
+def test_a_terminal_that_cannot_show_all_letters(folder, command):
+    done = shell(folder, f"PYTHONIOENCODING=ascii distmlp {command}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\x" in done.stdout or "\\udcff" in done.stdout
+
+
 @pytest.mark.parametrize("command", ["--help", "inspect run", "evaluate run --data a.h5"])
 def test_a_reader_that_has_gone_is_no_fault(folder, command):
     done = shell(folder, f"(sleep 0.2; distmlp {command}) | true")

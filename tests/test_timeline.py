@@ -1,6 +1,7 @@
 import pytest
 
-from distmlp.config import Interval, RunSection
+from distmlp.config import RunSection
+from distmlp.interval import Interval
 from distmlp.timeline import Timeline
 
 

@@ -110,11 +110,6 @@ def choose_gpus(visible: Sequence[Sequence[str]]) -> list[int]:
     return [list(uuids).index(taken[local_rank]) for local_rank, uuids in enumerate(visible)]
 
 
-def choose_gpu(local_rank: int, visible: int) -> int:
-    """The ordinal for one rank that knows only how many GPUs it sees."""
-    return local_rank % visible
-
-
 def shared_gpus(seats: Sequence[Seat]) -> str:
     """ "2 ranks on host a, 1 GPU (UUID)" for every host where ranks share GPUs, "" where none do. Pure."""
     hosts: dict[str, list[Seat]] = {}

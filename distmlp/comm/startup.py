@@ -79,7 +79,7 @@ def start_in_background() -> None:
 def library_file() -> str | None:
     """The file of the MPI library that this process has loaded, None where that cannot be told."""
     with suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
+        for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
             path = line.split(maxsplit=5)[-1]
             if re.match(r"libmpi(_\w+)?\.so", os.path.basename(path)):
                 return path

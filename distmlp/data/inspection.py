@@ -103,8 +103,8 @@ def _end_of_file(head: bytes) -> int | None:
     return int(addresses[2])
 
 
-# Launchers send them to the whole process group; what they mean for the job is up to this process.
-_NOT_FOR_THE_CHILD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# Launchers and terminals send them to the whole process group; what they mean for the job is up to this process.
+_NOT_FOR_THE_CHILD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def _probe(paths: Sequence[str], datasets: dict[str, str]) -> Iterator[Inspected]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import sys
 from typing import Any, BinaryIO
 
@@ -33,7 +34,11 @@ class Refused(Exception):
 def main() -> int:
     """Serve one request: `{"files": [paths], "datasets": {role: name}}`."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash leaves no file behind
-    request = json.loads(sys.stdin.buffer.readline())
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who asked has died: nobody wants to know that from us
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 0
+    request = json.loads(line)
     out = sys.stdout.buffer
     out.write(b"ready\n")  # from here on, death is the fault of the file at hand
     out.flush()

@@ -16,6 +16,7 @@ from distmlp.errors import DataError
 
 PIECE_BYTES = 16 << 20
 LARGEST_CLASSES = 1 << 24
+LARGEST = {"binary_cross_entropy": 1.0, "softmax_cross_entropy": math.inf}  # targets: probabilities, also of many draws
 HUGE = 1e18  # its square overflows float32: named as a suspect when no value is NaN or infinite
 
 Range = tuple[Any, Any]  # smallest and largest finite value, None where there is none
@@ -44,7 +45,7 @@ class Table(Protocol):
 
 def scan(shards: Table, rank: int, ranks: int) -> Found:
     """Ranges of labels, probabilities and weights in this rank's share of the rows: even, whatever the files."""
-    roles = ["targets"] if shards.labels or shards.loss == "binary_cross_entropy" else []
+    roles = ["targets"] if shards.labels or shards.loss in LARGEST else []
     roles += ["sample_weights"] if shards.weight_dtype is not None else []
     found: Found = {}
     low, high = shards.rows * rank // ranks, shards.rows * (rank + 1) // ranks
@@ -104,7 +105,9 @@ def judge(shards: Table, parts: Iterable[Found], layers: Sequence[int]) -> tuple
             text = _labels(layout, low, high, layers)
             largest = max(largest, high if high is not None and not text else 0)
         else:
-            text = _outside(layout, low, high, 1.0, "targets of binary_cross_entropy must be between 0 and 1")
+            limit = LARGEST[shards.loss]
+            allowed = "not be below 0" if limit == math.inf else f"be between 0 and {limit:g}"
+            text = _outside(layout, low, high, limit, f"targets of {shards.loss} must {allowed}")
         if text:
             problems.setdefault(path, text)
     return problems, largest

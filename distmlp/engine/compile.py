@@ -109,7 +109,8 @@ def _nvrtc():  # type: ignore[no-untyped-def]  # a module of CuPy
 
 @lru_cache
 def _sources() -> dict[str, str]:
-    return {path.name: path.read_text() for pattern in ("*.cu", "*.cuh") for path in sorted(KERNELS.glob(pattern))}
+    paths = [path for pattern in ("*.cu", "*.cuh") for path in sorted(KERNELS.glob(pattern))]
+    return {path.name: path.read_text("utf-8") for path in paths}
 
 
 def _options(macros: Mapping[str, str], capability: int) -> tuple[str, ...]:

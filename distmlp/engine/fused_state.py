@@ -224,6 +224,8 @@ def specialisations(config: RunConfig, plan: Plan) -> list[tuple[str, dict[str, 
         **plan.tile.macros("TILE"),
         **plan.output_tile.macros("OUTPUT"),
         **plan.gradient_tile.macros("GRADIENT"),
+        "EMA": str(int(plan.task.ema)),
+        **(plan.head.macros() if plan.head else {}),
     }
     parts = [("wide.cu", {**macros, **wide})]
     if plan.special is not None:

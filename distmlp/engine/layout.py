@@ -8,8 +8,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import DTypeLike
 
-from distmlp.engine.tally import TALLY
-
 MAX_LAYERS = 64
 ACTIVATIONS = ("relu", "leaky_relu", "elu", "gelu", "silu", "tanh", "sigmoid", "softplus", "sine", "identity")
 RAW_TYPES = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8")  # in the order of enum RawType
@@ -71,7 +69,6 @@ PEERS = _structure(
 )  # fmt: skip
 
 SIZES = (ENGINE.itemsize, LAYER.itemsize, CONTROL.itemsize)
-TALLY_BYTES = TALLY * 4
 
 
 def raw_type(dtype: DTypeLike) -> int:

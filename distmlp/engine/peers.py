@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from distmlp.comm.faults import name_ranks
 from distmlp.comm.peer_watch import PeerWatch
 from distmlp.comm.transport_trial import describe, try_sums
-from distmlp.config import Interval
 from distmlp.engine import layout
 from distmlp.engine.device_memory import allocate, pinned
 from distmlp.engine.gpu import Gpu
 from distmlp.engine.tally import TALLY
 from distmlp.errors import SystemUnfitError
+from distmlp.interval import Interval
 
 if TYPE_CHECKING:
     from distmlp.comm.world import World

@@ -16,7 +16,15 @@ from distmlp.engine.plan_narrow import plan_narrow
 from distmlp.engine.plan_resident import plan_resident
 from distmlp.engine.plan_sweep import plan_sweep
 from distmlp.engine.plan_task import Buffer, Device, SpecialPlan, Task, aligned
-from distmlp.engine.plan_tiles import STATIC_BYTES, TileShape, choose_gradient_tile, choose_tile, shapes_for
+from distmlp.engine.plan_tiles import (
+    STATIC_BYTES,
+    Head,
+    TileShape,
+    choose_gradient_tile,
+    choose_head,
+    choose_tile,
+    shapes_for,
+)
 from distmlp.engine.tally import TALLY
 from distmlp.errors import SystemUnfitError
 
@@ -64,6 +72,7 @@ class Plan:
     rows: int  # that the buffers hold
     layers: tuple[LayerPlan, ...]
     special: SpecialPlan | None = None  # instead of the general kernel
+    head: Head | None = None  # instead of tiles of the output layer
     buffers: tuple[Buffer, ...] = field(default=(), repr=False)
 
     @property
@@ -133,7 +142,7 @@ def make_plan(task: Task, device: Device, kernel: str = "auto") -> Plan:
     plan = Plan(
         task, device, product, *tiles, shared, each * multiprocessors,
         max(special.batch_rows if special else rows, EVALUATION_ROWS), tuple(_layers(pairs, gradient_tile, splits)),
-        special,
+        special, choose_head(pairs, rows, each * multiprocessors, shared),
     )  # fmt: skip
     plan = replace(plan, buffers=tuple(_buffers(plan)))
     if plan.memory_bytes > device.memory_bytes:
@@ -186,6 +195,7 @@ def _buffers(plan: Plan) -> list[Buffer]:
     softmax = task.loss == "softmax_cross_entropy"
     row_tiles = -(-plan.rows // plan.tile.m)
     output_tiles = -(-plan.rows // plan.output_tile.m)
+    head_parts = min(plan.blocks, -(-plan.rows // plan.head.block_rows)) if plan.head else 0
     tensors = 2 * len(plan.layers)
     buffers = [
         Buffer("control", 2048, zeroed=True),
@@ -196,7 +206,10 @@ def _buffers(plan: Plan) -> list[Buffer]:
         Buffer("steps", MAX_STEPS * 16),
         Buffer("results", MAX_STEPS * 16),
         Buffer("tile_arrivals", plan.gradient_tiles * 4, zeroed=True),
-        Buffer("loss_partials", 8 * max(output_tiles * -(-outputs // plan.output_tile.n), -(-plan.rows // LOSS_ROWS))),
+        Buffer(
+            "loss_partials",
+            8 * max(output_tiles * -(-outputs // plan.output_tile.n), -(-plan.rows // LOSS_ROWS), head_parts),
+        ),
         Buffer("norm_partials", 8 * plan.blocks * (1 + 2 * tensors)),
         Buffer("columns", 4 * 3 * task.network.inputs),
         Buffer("predictions", plan.rows * outputs * 4),
@@ -223,6 +236,6 @@ def _buffers(plan: Plan) -> list[Buffer]:
         if not last:
             buffers.append(Buffer(f"output{index}", plan.rows * layer.ld_out * element))
         buffers.append(Buffer(f"error{index}", plan.rows * layer.ld_out * element))
-        parts = max(output_tiles, -(-plan.rows // LOSS_ROWS)) if last else row_tiles
+        parts = max(output_tiles, -(-plan.rows // LOSS_ROWS), head_parts) if last else max(row_tiles, head_parts)
         buffers.append(Buffer(f"column_sums{index}", parts * layer.ld_out * 4))
     return buffers

@@ -85,7 +85,7 @@ def plan_bulk(task: Task, device: Device) -> BulkPlan | None:
     """The launch for `task`, or None where the device is another or a tile has not all classes."""
     widths, rows = task.network.widths, max(1, task.rows)
     pairs = list(pairwise(widths))
-    if task.ranks > 1 or task.precision != "bf16" or device.capability != CAPABILITY or len(pairs) > MAX_LAYERS:
+    if task.precision != "bf16" or device.capability != CAPABILITY or len(pairs) > MAX_LAYERS:
         return None
     blocks = device.multiprocessors // CLUSTER * CLUSTER
     least = aligned(widths[-1], 64) if task.loss == "softmax_cross_entropy" else 64  # whole rows of classes

@@ -56,7 +56,7 @@ class ChainPlan:
 
     def buffers(self) -> tuple[Buffer, ...]:
         panels = [_panels(width) for width in self.widths]
-        pieces = sum((i * o) + self.depth * (i + o) for i, o in pairwise(panels))
+        pieces = sum((i * o) + self.depth * (i + o) for i, o in pairwise(panels)) + self.depth * panels[0]
         layers = len(self.widths) - 1
         words = self.rows // 4 if self.keeps_pairs else 1
         quarters = self.tiles * 2 * GROUPS
@@ -66,7 +66,7 @@ class ChainPlan:
             Buffer("chain_column_sums", sum(panels[1:]) * PANEL * self.blocks * 4),
             Buffer("chain_records", self.blocks * 16),
             Buffer("chain_partials", quarters * self.splits * 1024 * 16),
-            Buffer("chain_arrivals", quarters * 4),
+            Buffer("chain_arrivals", (quarters + layers * (self.splits + 1) + 2) * 4),
         )
 
     def macros(self) -> dict[str, str]:
@@ -133,4 +133,4 @@ def _tiles(widths: Sequence[int]) -> int:
 
 def _shared_bytes(widths: Sequence[int], rows: int, stages: int) -> int:
     buffers = 2 * max(map(_panels, widths)) * rows * 128
-    return stages * (STAGE_BYTES + 16) + buffers + rows * 16 + WARPS * 16 + (len(widths) - 1) * PART_BYTES
+    return stages * (STAGE_BYTES + 16) + 16 + buffers + 2 * rows * 12 + WARPS * 16 + (len(widths) - 1) * PART_BYTES

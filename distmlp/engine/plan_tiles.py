@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from distmlp.engine.plan_task import aligned
+
 PRODUCTS = ("FMA", "TF32", "BF16")
 
 
@@ -26,9 +28,10 @@ class TileShape:
     def shared_bytes(self, product: str) -> int:
         """What a block needs for the worst of the three products (forward, backward, weight gradient)."""
         element = 2 if product == "BF16" else 4
-        results = self.m * (min(self.n, 128) + 8) * 4
+        part = 128 if self.n > 144 else self.n  # columns finished at a time
+        results = max(self.m * (part + 8), self.m * self.n * (self.warps[2] - 1)) * 4
         if self.warpgroups:
-            pipe = self.stages * (self.m + self.n) * self.k * element + 1024
+            pipe = self.stages * (self.m + aligned(self.n, 64)) * self.k * element + 1024
             return pipe + results if self.n <= 128 else max(pipe, results)
         deep, flat = 16 // element, 8 if product == "TF32" else 16 // element
 
@@ -38,7 +41,7 @@ class TileShape:
             return (a + b) * element
 
         pipe = self.stages * max(stage(True, True), stage(True, False), stage(False, True))
-        return pipe + max(results, self.m * self.n * 4 * (self.warps[2] - 1))
+        return pipe + results
 
     def fitted(self, product: str, limit: int) -> TileShape | None:
         """The same with as many stages as `limit` bytes of shared memory allow; None where too few fit."""
@@ -84,16 +87,47 @@ SHAPES = {
 
 # Beside them on Hopper for BF16. Measured on an H200 for 8192 × 4096 × 4096: 672, 495 and 433 TFLOP/s, where the best
 # of the above reaches 217.
-WARPGROUP_SHAPES = tuple(
-    TileShape(128, n, 64, (8, 1, 1), stages, warpgroups=True) for n, stages in ((256, 4), (128, 6), (64, 8))
+WARPGROUP_SHAPES = (
+    *(TileShape(128, n, 64, (8, 1, 1), stages, warpgroups=True) for n, stages in ((256, 4), (128, 6), (64, 8))),
+    *(TileShape(64, n, 64, (4, 1, 2), 8, warpgroups=True) for n in (128, 64)),
 )
+# For weight gradients only. Seven of these cover 1000 columns, so that those of seed-1024 take one round of tiles.
+GRADIENT_COLUMNS = 144
+GRADIENT_SHAPES = (TileShape(128, GRADIENT_COLUMNS, 64, (8, 1, 1), 5, warpgroups=True),)
 
 
 def shapes_for(product: str, capability: int, shared_bytes: int) -> list[TileShape]:
     """What can be used for `product` on a device of this compute capability (× 10) and shared memory a block."""
-    shapes = SHAPES[product] + (WARPGROUP_SHAPES if product == "BF16" and capability == 90 else ())
+    shapes = SHAPES[product] + (WARPGROUP_SHAPES + GRADIENT_SHAPES if product == "BF16" and capability == 90 else ())
     fitted = (shape.fitted(product, shared_bytes) for shape in shapes)
     return [shape for shape in fitted if shape is not None]
+
+
+HEAD_OUTPUTS = 16  # a warp's lanes hold sums for so many at most
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output layer computed by warps that take whole rows, see kernels/wide_head.cuh."""
+
+    outputs: int
+    rows: int  # of a warp at a time
+
+    @property
+    def block_rows(self) -> int:
+        return 8 * self.rows
+
+    def macros(self) -> dict[str, str]:
+        return {"HEAD_OUTPUTS": str(self.outputs), "HEAD_ROWS": str(self.rows)}
+
+
+def choose_head(layers: Sequence[tuple[int, int]], rows: int, blocks: int, shared_bytes: int) -> Head | None:
+    """For a few outputs above a hidden layer whose weights fit `shared_bytes` beside eight warps' sums; else None."""
+    fan_in, outputs = layers[-1]
+    if len(layers) < 2 or outputs > HEAD_OUTPUTS or (outputs + 8) * aligned(fan_in, 128) * 4 > shared_bytes:
+        return None
+    each = next((n for n in (1, 2, 4) if rows <= 8 * n * blocks), 0)  # more rows are left to tensor cores
+    return Head(outputs, each) if each else None
 
 
 # Clocks of a multiprocessor, fitted to an H200: multiply-adds a clock of the main loops, what a stage costs besides,
@@ -123,7 +157,8 @@ def choose_tile(
     shapes: Sequence[TileShape], product: str, products: Sequence[tuple[int, int, int]], blocks: int
 ) -> TileShape:
     """The shape with the least estimated time over all matrix products (m, n, k) of some layers."""
-    return min(shapes, key=lambda shape: sum(product_clocks(shape, product, *sizes, blocks) for sizes in products))
+    usable = [shape for shape in shapes if shape.n != GRADIENT_COLUMNS]
+    return min(usable, key=lambda shape: sum(product_clocks(shape, product, *sizes, blocks) for sizes in products))
 
 
 def choose_gradient_tile(
@@ -146,6 +181,7 @@ def choose_gradient_tile(
         (shape, splits)
         for shape in shapes
         for splits in range(1, 33)
-        if (splits == 1 or rows >= splits * 2 * shape.k) and (shape.n <= 128 or (splits == 1 and deep))
+        if (splits == 1 or rows >= splits * 2 * shape.k)
+        and (shape.n <= 128 or (splits == 1 and (deep or shape.n == GRADIENT_COLUMNS)))
     ]
     return min(candidates, key=lambda candidate: clocks(*candidate))

@@ -230,7 +230,7 @@ def _device(runs: Sequence[FinishedRun]) -> str:
     if names:
         return " + ".join(names)
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):
                 return f"CPU {line.partition(':')[2].strip()}"
     return f"CPU {platform.machine()}"
@@ -253,7 +253,8 @@ def _warnings(runs: Sequence[FinishedRun], table: Sequence[dict[str, Any]]) -> l
     for point in table:
         spread = (point["us_per_step_max"] - point["us_per_step_min"]) / point["us_per_step_median"]
         if spread > SPREAD_WARNED:
-            found.append(f"{point['mode']}, {point['ranks']} ranks: the blocks spread by {spread:.0%} of their median")
+            ranks = f"{point['ranks']} rank{'s' * (point['ranks'] > 1)}"
+            found.append(f"{point['mode']}, {ranks}: the blocks spread by {spread:.0%} of their median")
     return list(dict.fromkeys(found))
 
 

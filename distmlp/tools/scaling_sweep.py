@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +77,7 @@ class Sweep:
         command = ["train", str(self.configuration), "--output", str(output), "--overwrite"]
         for setting in settings:
             command += ["--set", setting]
-        self.start(ranks, ["-m", "distmlp", *command], f"{name}, {ranks} ranks")
+        self.start(ranks, ["-m", "distmlp", *command], f"{name}, {ranks} rank{'s' * (ranks > 1)}")
         shutil.rmtree(output / "checkpoints", ignore_errors=True)  # may be large, and nobody asked for them
         return FinishedRun.read(output)
 
@@ -179,11 +179,6 @@ def child_environment(most: int) -> dict[str, str]:
 
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def with_setting(sweep: Sweep, setting: str) -> Sweep:
-    """The same sweep with one more --set word."""
-    return replace(sweep, overrides=(*sweep.overrides, setting))
 
 
 def _exit_code(code: int, said: str) -> int:

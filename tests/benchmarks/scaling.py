@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from distmlp.tools.bench import Preset, find_preset, make_rows
 from distmlp.tools.scaling import tell
 from distmlp.tools.scaling_build import build_report
 from distmlp.tools.scaling_runs import FinishedRun
-from distmlp.tools.scaling_sweep import Findings, Sweep, child_environment, timed, with_setting
+from distmlp.tools.scaling_sweep import Findings, Sweep, child_environment, timed
 
 RESULTS = Path(__file__).parent / "results"
 MODES = ("weak", "strong")
@@ -101,7 +102,8 @@ def measure(sweep: Sweep, preset: Preset, ranks: int, transports: list[str], out
         found = Findings(references=references, exchanges=list(shared.exchanges), notes=list(shared.notes))
         print(f"[{time.monotonic() - began:.1f} s] {preset.name}, {transport}", flush=True)
         try:
-            found.run_points(with_setting(sweep, f"run.transport={transport}"), [1, ranks], MODES, alone, tell)
+            chosen = replace(sweep, overrides=(*sweep.overrides, f"run.transport={transport}"))
+            found.run_points(chosen, [1, ranks], MODES, alone, tell)
         except DistmlpError as error:
             print(f"{transport}: {error}", flush=True)
             continue

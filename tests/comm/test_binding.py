@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from distmlp.comm.binding import Gpu, bind, choose_gpu, choose_gpus, seat_ranks, shared_gpus, table
+from distmlp.comm.binding import Gpu, bind, choose_gpus, seat_ranks, shared_gpus, table
 from distmlp.comm.world import World
 from distmlp.errors import AgreedError
 
 A, B, C, D = "GPU-a", "GPU-b", "GPU-c", "GPU-d"
-
-
-@pytest.mark.parametrize(("local_rank", "visible", "ordinal"), [(3, 1, 0), (0, 1, 0), (3, 4, 3), (5, 4, 1), (0, 2, 0)])
-def test_one_rank_that_knows_only_a_number(local_rank, visible, ordinal):
-    assert choose_gpu(local_rank, visible) == ordinal
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,21 @@ def test_a_child_that_cannot_start(files, monkeypatch, capfd):
     assert "No module named no_such_module" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("request_", [b"", b'{"files": [], "datasets": {}}\n'], ids=["no question", "no listener"])
+def test_a_child_whose_parent_has_died_is_silent(request_):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", inspection.PROBE]
+    done = subprocess.run(command, input=request_, stdout=write_end, stderr=subprocess.PIPE, timeout=20)
+    os.close(write_end)
+    assert done.stderr == b""
+
+
+def test_an_interrupt_of_the_whole_process_group_is_not_for_the_child(files, misbehave):
+    misbehave("os.kill(os.getpid(), 2)")
+    assert [item.problem for item in inspect_files(files, DATASETS)] == ["", "", ""]
+
+
 def test_contents_without_names(files):
     (item,) = inspect_files(files[:1], {})
     assert item.contents == ("`inputs` (4, 2) float32", "`targets` (4, 2) float32")

@@ -67,6 +67,22 @@ def test_one_hot_targets_and_weights(tmp_path):
     np.testing.assert_array_equal(shards.read(2, 4).weights, np.linspace(0, 1, 8)[2:4])
 
 
+@pytest.mark.parametrize(
+    ("loss", "value", "said"),
+    [
+        ("binary_cross_entropy", 1.5, "must be between 0 and 1"), ("binary_cross_entropy", -0.5, "from -0.5 to 1"),
+        (SOFTMAX, -0.5, "targets of softmax_cross_entropy must not be below 0"), (SOFTMAX, 7, ""),  # of several draws
+    ],
+)  # fmt: skip
+def test_targets_that_are_no_probabilities(tmp_path, loss, value, said):
+    write_shard(tmp_path / "a.h5", X, np.where(np.eye(3)[LABELS] > 0, 1, [0, 0, value]))
+    if said:
+        with pytest.raises(DataError, match=said):
+            open_shards(tmp_path, loss, (3, 5, 3))
+    else:
+        open_shards(tmp_path, loss, (3, 5, 3))
+
+
 def test_prediction_needs_no_targets(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["inputs"] = X

@@ -43,6 +43,7 @@ FAMILIES = {
     "bf16 narrow": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
     "bf16 chain": ((256,) * 6, 4096, "bf16", {}, "adam"),
     "bf16 bulk": ((512,) * 6, 16384, "bf16", {}, "adam"),
+    "bf16 bulk, several ranks": ((512,) * 6, 16384, "bf16", {}, "adam"),
     "bf16 sweep": ((32, 128, 128, 128, 128, 16), 65536, "bf16", {}, "adam"),
     "bf16 narrow, several ranks": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
     "tf32 several ranks": ((100, 500, 10), 32, "tf32", {}, "momentum"),

@@ -95,7 +95,7 @@ def test_shares_of_a_tile_are_computed_at_once(multiprocessors: int) -> None:
 @pytest.mark.parametrize(
     ("widths", "rows", "changes"),
     [
-        (MID, 16384, {"ranks": 2}), (MID, 16384, {"precision": "tf32"}), (MID, 16384, {"precision": "fp32"}),
+        (MID, 16384, {"precision": "tf32"}), (MID, 16384, {"precision": "fp32"}),
         ((512,) * (MAX_LAYERS + 2), 16384, {}),
         ((512, 512, 257), 16384, {"loss": "softmax_cross_entropy", "labels": True}),
         (MID, 16384, {"device": Device("A100", 80, 108, 166912, 1 << 36)}),

@@ -41,6 +41,9 @@ SHAPES = [
         ((1, 1), 1), ((1, 3, 1), 1), ((3, 17, 100, 1), 3), ((100, 1000, 17), 17), ((1000, 3, 1000), 100),
         ((17, 1000, 1000, 3), 333), ((130, 258, 514), 1000), ((784, 512, 512, 10), 128), ((256, 256, 256), 4096),
     )
+] + [
+    Case(widths=widths, batch=1024, extra=77, batches=1, precision="bf16", activation="softplus")
+    for widths in ((100, 1000, 1000, 2), (784, 512, 512, 10))
 ]  # fmt: skip
 LARGE = [Case(widths=(8192, 8192, 5), batch=64, precision=p, batches=1, activation="softplus") for p in PRECISIONS] + [
     Case(widths=(1, 8192, 1), batch=2, batches=1),

@@ -30,7 +30,8 @@ NARROW = RANKED.but(
     precision="bf16", kernel="narrow", widths=(32, 64, 64, 16), batch=600, batches=3, activation="gelu"
 )  # fmt: skip
 SWEEP = NARROW.but(kernel="sweep", widths=(32, 128, 128, 16), batch=18_000, batches=2)
-CASES = [RANKED, RANKED.but(precision="bf16"), NARROW, SWEEP]
+BULK = NARROW.but(kernel="bulk", widths=(70, 300, 200, 16), batch=1500)
+CASES = [RANKED, RANKED.but(precision="bf16"), NARROW, SWEEP, BULK]
 CASES_OF_RANKS = [(case, 2) for case in CASES]
 GPUS = len(list_gpus())
 TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
@@ -68,7 +69,7 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return found
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=["fp32", "bf16", "narrow", "sweep"])
+@pytest.mark.parametrize("number", range(len(CASES)), ids=["fp32", "bf16", "narrow", "sweep", "bulk"])
 def test_trains_like_one_rank_with_the_same_bits_on_both(report, number):
     found, limit = report["training"][number], LIMITS[CASES[number].precision]
     assert found["steps_with_differing_ranks"] == []

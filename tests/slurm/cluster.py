@@ -182,10 +182,6 @@ class Cluster:
         wait_for(lambda: self.job(job_id).state in FINAL, timeout, f"end of job {job_id}", self._explain(job_id))
         return self.job(job_id)
 
-    def wait_state(self, job_id: str, state: str, timeout: float = 60) -> None:
-        """Wait until the job is in `state`."""
-        wait_for(lambda: self.job(job_id).state == state, timeout, f"{state} of {job_id}", self._explain(job_id))
-
     def _explain(self, job_id: str) -> Callable[[], str]:
         return lambda: f"{self.job(job_id)}\n" + "\n".join(self.logs())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import sys
 import xml.etree.ElementTree as ElementTree
 
@@ -229,7 +230,7 @@ def test_a_sweep_over_one_and_two_ranks(real_run, tmp_path, capsys):
 
 
 def test_a_point_that_fails_ends_the_sweep_with_its_words_and_code(real_run, tmp_path):
-    with pytest.raises(ChildFailed, match=r"ranks-1, 1 ranks(.|\n)*missing\.h5") as failure:
+    with pytest.raises(ChildFailed, match=r"ranks-1, 1 rank:(.|\n)*missing\.h5") as failure:
         run_scaling(real_run, "1", "weak", tmp_path / "a", steps=16, set_=["data.train=missing.h5"])
     assert failure.value.exit_code == DataError.exit_code
     assert not (tmp_path / "a" / "report.json").exists()
@@ -237,7 +238,7 @@ def test_a_point_that_fails_ends_the_sweep_with_its_words_and_code(real_run, tmp
 
 def test_points_before_a_failure_are_reported(real_run, tmp_path, capsys):
     launcher = (
-        f'{sys.executable} -c "import sys,subprocess; n=int(sys.argv[2]); sys.exit(9 if n > 1 else '
+        f'{shlex.quote(sys.executable)} -c "import sys,subprocess; n=int(sys.argv[2]); sys.exit(9 if n > 1 else '
         'subprocess.call(sys.argv[3:]))" -n {ranks}'
     )
     with pytest.raises(ChildFailed, match="weak-ranks-2") as failure:

@@ -268,6 +268,13 @@ __device__ __forceinline__ void train_step(
     fence_async();
 }
 
+__device__ __forceinline__ void keep(const Progress& progress) {
+    Control& control = *ENGINE.control;
+    control.step = progress.step;
+    control.skipped = progress.skipped;
+    control.frozen = progress.frozen;
+}
+
 template <bool MULTIPLIES>
 __device__ __forceinline__ void train(
     const Raw& raw, int begin, int end, const Memory& memory, Ring& ring, GridBarrier& barrier) {
@@ -281,16 +288,14 @@ __device__ __forceinline__ void train(
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         memory.state[0] = 1;
         memory.state[1] = round;
-        control.step = progress.step;
-        control.skipped = progress.skipped;
-        control.frozen = progress.frozen;
+        keep(progress);
     }
 }
 
-// Steps [begin, end) of the table.
+// Steps [begin, end) of the table. `apply_first`: the gradient buffer holds the reduced gradient of step begin - 1.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(BULK_THREADS, 1) bulk_steps(
     const void* inputs, const float* targets, const int* labels, const float* weights, const u32* index, int begin,
-    int end, int, u8* rows_memory, u8* weights_memory, float* sums, u32* signs, double* losses, double* row_weights,
+    int end, int apply_first, u8* rows_memory, u8* weights_memory, float* sums, u32* signs, double* losses, double* row_weights,
     float2* partials, u32* words) {
     const Raw raw = {inputs, targets, labels, weights, index};
     Control& control = *ENGINE.control;
@@ -314,7 +319,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(BULK_THRE
     Ring ring = {shared_address(dynamic_shared), rank_in_cluster(), 0, 0};
     open_ring(ring);
 
-    if (memory.state[0] == 0) pack_blocked();
+    if (SEVERAL_RANKS && apply_first && !control.frozen) {
+        Progress progress = {control.step, control.skipped, false};
+        apply_gradient(begin - 1, barrier, progress);
+        barrier.wait();
+        if (blockIdx.x == 0 && threadIdx.x == 0) keep(progress);
+        barrier.wait();
+    }
+    if (memory.state[0] == 0 || apply_first) pack_blocked();
     const int warps = BULK_THREADS / 32;
     if (begin < end && !control.frozen)
         gather_step(raw, memory, begin, blockIdx.x + gridDim.x * (threadIdx.x >> 5), gridDim.x * warps);

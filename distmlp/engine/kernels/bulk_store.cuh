@@ -2,7 +2,7 @@
 #pragma once
 #define MAX_BULK_LAYERS 12
 #define MAX_UPDATE_LAYERS MAX_BULK_LAYERS  // shared memory is scarce
-#define APPLY_INLINE __forceinline__
+#define RARELY __forceinline__
 #include "bulk_ring.cuh"
 #include "update.cuh"
 

@@ -1,11 +1,12 @@
 // Whole training steps of networks of middle width in one cooperative launch, on Hopper.
 //
 //   per step   a block takes its 16, 32 or 64 rows through all layers, forward and backward, its activations in shared memory,
-//              the weights streaming past (chain_layers.cuh); inputs of layers and errors go to device memory
-//              -- grid barrier --
+//              the weights streaming past (chain_layers.cuh); inputs of layers and errors go to device memory; beside
+//              it the rows of the next step are gathered (chain_rows.cuh)
+//              -- a layer's gradients wait for the blocks with rows of their part of the batch --
 //              weight gradients, a tile and a part of the batch a pair of blocks; sums of the parts, update, new weights
-//              (chain_gradients.cuh); beside it the biases, and the rows of the next step to shared memory
-//              -- grid barrier --
+//              (chain_gradients.cuh); beside it the biases
+//              -- a layer's weights wait for all that update them --
 //
 // Where magnitudes leave it open whether gradients are finite, and for clipping and LAMB, gradients go to the flat
 // buffer first (update.cuh). No sum depends on the order in which blocks run.
@@ -20,7 +21,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(chain::BL
     using namespace chain;
     if (threadIdx.x == 0) {
         context.raw = {inputs, targets, labels, weights, index};
-        context.buffers = {pieces, kept, column_sums, records, partials, arrivals};
+        context.buffers = {pieces, kept, column_sums, records, partials, arrivals, arrivals + ARRIVALS,
+                           arrivals + ARRIVALS + LAYERS * SPLITS + 1};
+        context.blocks = context.blocks_of_split = context.fetches = 0;
     }
     Control& control = *ENGINE.control;
     GridBarrier barrier(&control.barrier);
@@ -32,11 +35,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(chain::BL
     fill_table();
     if (threadIdx.x == 0) ring.init();
     if (threadIdx.x < BLOCK_THREADS / 32) shared<float4>(WARPS_AT)[threadIdx.x] = zeros();
-    for (int i = blockIdx.x * BLOCK_THREADS + threadIdx.x; i < TILES * PAIR * GROUPS; i += gridDim.x * BLOCK_THREADS)
+    for (int i = blockIdx.x * BLOCK_THREADS + threadIdx.x; i < COUNTERS; i += gridDim.x * BLOCK_THREADS)
         arrivals[i] = 0;
     __syncthreads();
     publish_all();
-    if (warp >= FIRST_HELPER && begin < end) gather(begin);
+    if (warp > FIRST_HELPER && begin < end) gather(begin, 0, 0);
+    __syncthreads();
+    if (warp == FIRST_HELPER && lane_id() == 0 && begin < end && fetch_inputs(ring, begin, 0)) await_inputs(ring);
     __syncwarp();
     meet_pair();
     barrier.wait();
@@ -47,42 +52,50 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(chain::BL
             continue;
         }
         const int rows = ENGINE.steps[s].rows;
-        if ((int)blockIdx.x < blocks_at_work(rows)) {
-            if (works) {
-                ring = run_chain(ring, rows);
-            } else if (copies) {
-                if (lane_id() == 0) ring = stream_weights(ring);
-                __syncwarp();
-            } else if (warp == FIRST_HELPER) {
-                store_chain(ring.base);
-            } else {
-                prefetch(s, end);
-            }
-        }
-        fence_copies();
-        barrier.wait();
-
+        const u32 done = s - begin;
+        const int parity = done & 1;
+        const bool has_rows = (int)blockIdx.x < blocks_at_work(rows);
         if (works) {
-            ring = sum_and_update(ring, rows, s - begin + 1);
+            if (has_rows) ring = run_chain(ring, parity);
+            ring = sum_and_update(ring, rows, done, parity);
         } else if (copies) {
-            if (lane_id() == 0) ring = stream_gradients(ring, rows);
+            if (lane_id() == 0) {
+                if (has_rows) ring = stream_weights(ring, done);
+                ring = stream_gradients(ring, rows, done, parity);
+            }
             __syncwarp();
         } else {
-            if (s + 1 < end) gather(s + 1);
             if (warp == FIRST_HELPER) {
-                prepare_update(s, progress.step);
+                if (has_rows) store_chain(ring.base, rows, done, parity);
+            } else {
+                if (has_rows) prefetch_targets(parity);
+                if (s + 1 < end) gather(s + 1, done, parity ^ 1);
+            }
+            meet(HELPERS_MEET, 32 * HELPERS);
+            bool fetches = false;
+            if (warp == FIRST_HELPER) {
+                if (lane_id() == 0) {
+                    if (s + 1 < end) fetches = fetch_inputs(ring, s + 1, parity ^ 1);
+                    await_all(rows);
+                }
+                __syncwarp();
+                prepare_update(s, progress.step, parity);
                 __syncwarp();
                 arrive(TOTALS_KNOWN, WORKERS + 32);
             }
             meet(HELPERS_MEET, 32 * HELPERS);
-            update_biases(rows);
+            update_biases(rows, parity);
+            meet(HELPERS_MEET, 32 * HELPERS);
+            if (warp == FIRST_HELPER && lane_id() == 0) count_up(context.buffers.updated + LAYERS);
+            if (fetches) await_inputs(ring);
+            __syncwarp();
         }
-        fence_copies();
-        barrier.wait();
-        if (context.sure) {
+        __syncthreads();
+        if (context.sure[parity]) {
             ++progress.step;
             continue;
         }
+        barrier.wait();
         apply_gradient(s, barrier, progress);
         barrier.wait();
         publish_all();

@@ -53,7 +53,8 @@ __device__ __forceinline__ void copy_panels_out(u32 from, int first_piece, int c
     commit_copies_out();
 }
 
-__device__ __forceinline__ int hidden_kind(const Part& part) {
+template <class P>
+__device__ __forceinline__ int hidden_kind(const P& part) {
     return HIDDEN_ACTIVATION == MIXED ? part.activation : HIDDEN_ACTIVATION;
 }
 
@@ -98,8 +99,9 @@ __device__ __forceinline__ void apply_slopes(int kind, float (&sums)[SUMS], cons
 }
 
 // Errors to bfloat16, and their sums over the block's rows to device memory.
+template <class P>
 __device__ __forceinline__ void finish_errors(
-    const Part& part, const Place& place, int panel, bool works, const float (&sums)[SUMS],
+    const P& part, const Place& place, int panel, bool works, const float (&sums)[SUMS],
     u32 (&pairs)[PAIRS], Largest& largest) {
     float low = 0.f, high = 0.f;
 #pragma unroll
@@ -126,15 +128,21 @@ __device__ __forceinline__ void finish_errors(
 constexpr bool TURNS_AT_ONCE =
     panels(LAYERS) <= GROUPS && panels(LAYERS - 1) <= GROUPS && panels(LAYERS - 1) + 2 <= STAGES && LAYERS > 1;
 
-// The weights of all layers, forward and backward, into the ring, by one thread of each block of the pair.
-__device__ __noinline__ Ring stream_weights(Ring ring) {
+// The weights of all layers, forward and backward, into the ring, by one thread of each block of the pair; `done` of the
+// launch are the steps before.
+__device__ __noinline__ Ring stream_weights(Ring ring, u32 done) {
     const Buffers& buffers = context.buffers;
     const u32 rank = rank_in_pair();
+    await_update(LAYERS, done);
     fence_copies();
 #pragma unroll 1
     for (int phase = 0; phase < 2 * LAYERS - 1; ++phase) {
         if (TURNS_AT_ONCE && phase == LAYERS) continue;
         const bool forward = phase < LAYERS;
+        if (forward) {
+            await_update(phase, done);
+            fence_copies();
+        }
         const Part& part = part_of(forward ? phase : 2 * LAYERS - 1 - phase);
         const int outer = forward ? part.out : part.in, depth = forward ? part.in : part.out;
         // Pieces of a stage, and from stage to stage, lie so far apart.

@@ -27,9 +27,13 @@ __device__ __forceinline__ bool try_wait(u32 barrier, u32 parity) {
         : "memory");
     return done;
 }
+#ifdef CHAIN_BOUND  // of polls, for a kernel that is not trusted yet
+#define SPIN(condition) for (int turn = 0; condition;) if (++turn == CHAIN_BOUND) __trap()
+#else
+#define SPIN(condition) while (condition) {}
+#endif
 __device__ __forceinline__ void await(u32 barrier, u32 parity) {
-    while (!try_wait(barrier, parity)) {
-    }
+    SPIN(!try_wait(barrier, parity));
 }
 // Arrives at the same barrier of block `rank` of the pair.
 __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
@@ -58,7 +62,11 @@ __device__ __forceinline__ void copy_out(u8* to, u32 from, int bytes) {
 }
 __device__ __forceinline__ void commit_copies_out() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void await_copies_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-__device__ __forceinline__ void await_copies_out() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// All but the last LEFT groups.
+template <int LEFT>
+__device__ __forceinline__ void await_copies_out() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(LEFT) : "memory");
+}
 // Between ordinary accesses and those of copies and products, for device memory too.
 __device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 __device__ __forceinline__ void meet(int barrier, int threads) {
@@ -68,7 +76,25 @@ __device__ __forceinline__ void arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 // Named barriers of a block; 0 is that of __syncthreads.
-enum { LAYER_DONE = 1, TOTALS_KNOWN, HELPERS_MEET, ROWS_MEET, GROUP_MEETS = 8 };
+enum { LAYER_DONE = 1, TOTALS_KNOWN, HELPERS_MEET, ROWS_MEET, GATHER_MEETS, GROUP_MEETS = 8 };
+
+// Counters in device memory that blocks wait at: they only grow within a launch.
+__device__ __forceinline__ void count_up(u32* counter) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ u32 load_counter(const u32* counter) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+    return value;
+}
+__device__ __forceinline__ void await_count(const u32* counter, u32 count) { SPIN(load_counter(counter) < count); }
+
+// Until layer `l`, or the biases, are updated in the steps of the launch so far, of which `done` there are; what their
+// gradients were made of is needed no more then.
+__device__ __forceinline__ void await_update(int l, u32 done) {
+    const u32 each = l == LAYERS ? gridDim.x : part_of(l).in * part_of(l).out * SPLITS;
+    await_count(context.buffers.updated + l, done * each);
+}
 
 __device__ __forceinline__ u32 rank_in_pair() {
     u32 rank;
@@ -87,12 +113,14 @@ struct Ring {
     __device__ __forceinline__ explicit Ring(u32 shared) : base(shared), stage(0), parity(0) {}
     __device__ __forceinline__ u32 full(u32 i) const { return base + BARRIERS_AT + 8 * i; }
     __device__ __forceinline__ u32 empty(u32 i) const { return base + BARRIERS_AT + 8 * STAGES + 8 * i; }
+    __device__ __forceinline__ u32 inputs() const { return base + INPUTS_BARRIER_AT; }
     __device__ __forceinline__ u32 address() const { return base + stage * STAGE_BYTES; }
     __device__ __forceinline__ void init() const {
         for (int i = 0; i < STAGES; ++i) {
             init_barrier(full(i), 1);
             init_barrier(empty(i), GROUPS * PAIR);
         }
+        init_barrier(inputs(), 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __device__ __forceinline__ void advance() {

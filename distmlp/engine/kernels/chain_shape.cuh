@@ -71,21 +71,36 @@ SHAPE_FN int input_piece(int l) {
     return at;
 }
 SHAPE_FN int error_piece(int l) { return input_piece(l) + DEPTH * panels(l); }
+// The inputs of the network are there twice: those of the next step are written while this one's are in use.
+SHAPE_FN int network_inputs(int parity) { return input_piece(parity ? LAYERS : 0); }
 SHAPE_FN int first_feature(int l) {  // of a layer's outputs among those of all
     int at = 0;
     for (int i = 0; i < l; ++i) at += 64 * panels(i + 1);
     return at;
 }
+constexpr int ARRIVALS = TILES * PAIR * GROUPS, COUNTERS = ARRIVALS + LAYERS * SPLITS + 1 + LAYERS + 1;
 constexpr int FEATURES = first_feature(LAYERS);
 
 constexpr int BUFFER_BYTES = most_panels() * PANEL_BYTES;
 constexpr int BUFFERS_AT = STAGES * STAGE_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + 2 * BUFFER_BYTES;
-constexpr int ROWS_AT = BARRIERS_AT + 2 * STAGES * 8;   // (ROWS,) rows in the raw store, 8 bytes
-constexpr int WEIGHTS_AT = ROWS_AT + ROWS * 8;          // (ROWS,) sample weights, 0 beyond the batch
-constexpr int LABELS_AT = WEIGHTS_AT + ROWS * 4;        // (ROWS,)
-constexpr int WARPS_AT = LABELS_AT + ROWS * 4;          // (warps,) float4: loss, magnitudes
+constexpr int INPUTS_BARRIER_AT = BARRIERS_AT + 2 * STAGES * 8;
+constexpr int ROWS_AT = INPUTS_BARRIER_AT + 16;         // (2,) tables of rows, of this step and the next
+constexpr int WARPS_AT = ROWS_AT + 2 * ROWS * 12;       // (warps,) float4: loss, magnitudes
 constexpr int TABLE_AT = WARPS_AT + BLOCK_THREADS / 32 * 16;
+
+// Where the largest inputs are, of each of the warps that gather: behind the workers' places.
+SHAPE_FN int input_record(int parity) { return WORKERS / 32 + 2 * parity; }
+
+struct RowTable {
+    u32 row[ROWS];       // in the raw store, NOWHERE beyond the batch
+    float weight[ROWS];  // 0 beyond the batch
+    int label[ROWS];
+
+    static constexpr u32 NOWHERE = ~0u;
+    __device__ __forceinline__ bool has(int r) const { return row[r] != NOWHERE; }
+};
+static_assert(sizeof(RowTable) == ROWS * 12, "as ROWS_AT");
 
 struct Part {  // of the table: a layer
     int fan_in, fan_out, in, out;  // `in` and `out`: panels
@@ -106,6 +121,8 @@ struct Buffers {
     uint4* records;      // (blocks,): loss, weight, largest magnitude of activations and of errors
     float4* partials;    // (tiles, PAIR, GROUPS, splits, 8, 128)
     u32* arrivals;       // of splits, (tiles, PAIR, GROUPS)
+    u32* chained;        // blocks whose errors of a layer are written, (layers, splits); behind it, blocks that are done
+    u32* updated;        // (layers + 1,): warpgroups done with weights of a layer, blocks done with biases
 
     __device__ __forceinline__ u8* piece(int i) const { return pieces + (i64)i * PIECE_BYTES; }
 };
@@ -116,13 +133,16 @@ __shared__ struct {
     Raw raw;
     Buffers buffers;
     Hyper hyper;   // of the update
-    bool sure;     // that it may be done at once
+    bool sure[2];  // of both parities of steps: that it may be done at once
+    u32 blocks, blocks_of_split;  // that were to arrive up to this step
+    u32 fetches;   // of inputs
 } context;
 
 template <class T>
 __device__ __forceinline__ T* shared(int at) {
     return (T*)(dynamic_shared + at);
 }
+__device__ __forceinline__ RowTable& row_table(int parity) { return shared<RowTable>(ROWS_AT)[parity]; }
 __device__ __forceinline__ const Part& part_of(int l) { return shared<const Part>(TABLE_AT)[l]; }
 
 __device__ __noinline__ void fill_table() {
@@ -141,5 +161,7 @@ __device__ __forceinline__ int warp_id() { return threadIdx.x >> 5; }
 // Steps of 64 rows of a batch, and blocks that have rows of them.
 __device__ __forceinline__ int steps_of_64(int rows) { return (rows + 63) / 64; }
 __device__ __forceinline__ int blocks_at_work(int rows) { return ceil_div(steps_of_64(rows) * (64 / ROWS), PAIR) * PAIR; }
+// Part `split` of a batch begins with this step.
+__device__ __forceinline__ int split_begin(int steps, int split) { return steps * split / SPLITS; }
 
 }  // namespace chain

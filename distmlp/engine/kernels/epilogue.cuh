@@ -4,6 +4,9 @@
 #include "gather.cuh"
 #include "losses.cuh"
 
+#ifndef EMA  // whether averages of the parameters are kept
+#define EMA (ENGINE.ema != nullptr)
+#endif
 #define EACH_OF_FOUR(f) f(v.x, 0), f(v.y, 1), f(v.z, 2), f(v.w, 3)
 
 __device__ __forceinline__ float4 zeros() { return make_float4(0.f, 0.f, 0.f, 0.f); }
@@ -21,10 +24,14 @@ struct Columns {
     float4 bias;
     float share;   // of one output in the loss of a row
 
+    __device__ __forceinline__ Columns(const Layer& layer, int column, const float4& bias)
+        : first(column), count(layer.fan_out - column), stored(column < layer.ld_out), bias(bias),
+          share(1.f / (float)layer.fan_out) {}
     __device__ __forceinline__ Columns(const Layer& layer, int column, const float* flat)
-        : first(column), count(layer.fan_out - column), stored(column < layer.ld_out), bias(zeros()),
-          share(1.f / (float)layer.fan_out) {
-        if (flat && stored) bias = float4_at(flat, layer.bias_offset + column);  // a tensor's end is padded
+        : Columns(layer, column, flat ? load_bias(layer, column, flat) : zeros()) {}
+
+    static __device__ __forceinline__ float4 load_bias(const Layer& layer, int column, const float* flat) {
+        return column < layer.ld_out ? float4_at(flat, layer.bias_offset + column) : zeros();  // a tensor's end is padded
     }
 };
 
@@ -103,10 +110,10 @@ __device__ __forceinline__ float4 output_error(
 }
 
 // What the slope of a hidden layer is told from.
-__device__ __forceinline__ float4 load_slope(const Layer& layer, const Columns& columns, int rows, int r) {
-    if (r >= rows || !columns.stored) return zeros();
+__device__ __forceinline__ FourElements load_slope(const Layer& layer, int column, int rows, int r) {
+    if (r >= rows || column >= layer.ld_out) return FourElements();
     const Element* from = stores_slope(hidden_activation(layer)) ? layer.error : layer.output;
-    return load_quad(from + (i64)r * layer.ld_out + columns.first);
+    return *(const FourElements*)(from + (i64)r * layer.ld_out + column);
 }
 
 // Error of a hidden layer from the derivative by its output.
@@ -132,7 +139,7 @@ __device__ __forceinline__ float update_parameter(const Hyper& h, i64 at, float 
     if (has_first_slot()) ENGINE.first_slot[at] = first;
     if (has_second_slot()) ENGINE.second_slot[at] = second;
     ENGINE.parameters[at] = p;
-    if (ENGINE.ema) ENGINE.ema[at] = average(h.ema_decay, ENGINE.ema[at], p);
+    if (EMA) ENGINE.ema[at] = average(h.ema_decay, ENGINE.ema[at], p);
     return p;
 }
 
@@ -140,11 +147,32 @@ __device__ __forceinline__ float update_parameter(const Hyper& h, i64 at, float 
 struct Parameters {
     float4 value, first, second, mean;
 
-    __device__ __forceinline__ void load(i64 at) {
-        value = float4_at(ENGINE.parameters, at);
-        first = has_first_slot() ? float4_at(ENGINE.first_slot, at) : zeros();
-        second = has_second_slot() ? float4_at(ENGINE.second_slot, at) : zeros();
-        mean = ENGINE.ema ? float4_at(ENGINE.ema, at) : zeros();
+    // `count` of them exist; `whole`: all four, at a multiple of four.
+    static __device__ __forceinline__ float4 load(const float* from, bool whole, int count) {
+        if (whole) return *(const float4*)from;
+        float4 v = zeros();
+        const auto load_one = [&](float& x, int k) {
+            if (k < count) x = from[k];
+        };
+        EACH_OF_FOUR(load_one);
+        return v;
+    }
+    static __device__ __forceinline__ void store(float* to, bool whole, int count, const float4& v) {
+        if (whole) {
+            *(float4*)to = v;
+            return;
+        }
+        const auto store_one = [&](float x, int k) {
+            if (k < count) to[k] = x;
+        };
+        EACH_OF_FOUR(store_one);
+    }
+
+    __device__ __forceinline__ void load(i64 at, bool whole = true, int count = 4) {
+        value = load(ENGINE.parameters + at, whole, count);
+        first = has_first_slot() ? load(ENGINE.first_slot + at, whole, count) : zeros();
+        second = has_second_slot() ? load(ENGINE.second_slot + at, whole, count) : zeros();
+        mean = EMA ? load(ENGINE.ema + at, whole, count) : zeros();
     }
     __device__ __forceinline__ void update(const Hyper& h, const float4& sum) {
         value.x = update_rule(h, value.x, sum.x, first.x, second.x);
@@ -152,16 +180,16 @@ struct Parameters {
         value.z = update_rule(h, value.z, sum.z, first.z, second.z);
         value.w = update_rule(h, value.w, sum.w, first.w, second.w);
     }
-    __device__ __forceinline__ void store(const Hyper& h, i64 at) {
-        if (has_first_slot()) *(float4*)(ENGINE.first_slot + at) = first;
-        if (has_second_slot()) *(float4*)(ENGINE.second_slot + at) = second;
-        *(float4*)(ENGINE.parameters + at) = value;
-        if (!ENGINE.ema) return;
+    __device__ __forceinline__ void store(const Hyper& h, i64 at, bool whole = true, int count = 4) {
+        if (has_first_slot()) store(ENGINE.first_slot + at, whole, count, first);
+        if (has_second_slot()) store(ENGINE.second_slot + at, whole, count, second);
+        store(ENGINE.parameters + at, whole, count, value);
+        if (!EMA) return;
         mean.x = average(h.ema_decay, mean.x, value.x);
         mean.y = average(h.ema_decay, mean.y, value.y);
         mean.z = average(h.ema_decay, mean.z, value.z);
         mean.w = average(h.ema_decay, mean.w, value.w);
-        *(float4*)(ENGINE.ema + at) = mean;
+        store(ENGINE.ema + at, whole, count, mean);
     }
 };
 
@@ -175,28 +203,25 @@ __device__ __forceinline__ bool has_weights(const Layer& layer, int r, int c) {
 
 __device__ __forceinline__ Parameters load_weights(const Layer& layer, int r, int c) {
     Parameters parameters = {};
-    if (has_weights(layer, r, c)) parameters.load(weight_place(layer, r, c));
+    if (has_weights(layer, r, c))
+        parameters.load(weight_place(layer, r, c), layer.fan_out % 4 == 0, layer.fan_out - c);
     return parameters;
 }
 
-// Four weights from their gradient sums: masters, slots, average and copy at once. For layers whose outputs come in
-// whole fours.
+// Four weights from their gradient sums: masters, slots, average and copy at once.
 __device__ __forceinline__ void update_weights(
     const Layer& layer, const Hyper& h, int r, int c, const float4& v, Parameters& parameters) {
     if (!has_weights(layer, r, c)) return;
+    const bool whole = layer.fan_out % 4 == 0;
+    const int count = layer.fan_out - c;
     parameters.update(h, v);
-    parameters.store(h, weight_place(layer, r, c));
+    parameters.store(h, weight_place(layer, r, c), whole, count);
+    if (!whole) {  // the copy's padding stays zero
+        float4& v = parameters.value;
+        const auto clear = [&](float& x, int k) { x = k < count ? x : 0.f; };
+        EACH_OF_FOUR(clear);
+    }
     store_quad(layer.weight + (i64)r * layer.ld_out + c, parameters.value);
-}
-
-// The same one by one, for any layer.
-__device__ __forceinline__ void update_each_weight(
-    const Layer& layer, const Hyper& h, int r, int c, const float4& v) {
-    if (r >= layer.fan_in) return;
-    Element* copy = layer.weight + (i64)r * layer.ld_out;
-#pragma unroll 1
-    for (int k = 0; k < 4 && c + k < layer.fan_out; ++k)
-        copy[c + k] = to_element(update_parameter(h, weight_place(layer, r, c + k), part(v, k)));
 }
 
 __device__ __forceinline__ void weight_gradient(const Layer& layer, int r, int c, const float4& v) {

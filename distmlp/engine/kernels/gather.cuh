@@ -93,14 +93,15 @@ __device__ __forceinline__ i64 raw_row(const Raw& raw, i64 position) {
     return raw.index ? (i64)raw.index[position] : position;
 }
 
-// Row r of those that begin at position `first`.
+// Row r of those that begin at position `first`. `LANE`: of one stream, the others' lie between.
+template <bool LANE = LANES>
 __device__ __forceinline__ i64 raw_row(const Raw& raw, i64 first, int r) {
-    return raw_row(raw, first + (LANES ? (i64)r * ENGINE.lane_stride : r));
+    return raw_row(raw, first + (LANE ? (i64)r * ENGINE.lane_stride : r));
 }
 
 // `rows` rows from position `first` on into `batch`, by all warps of the grid. Writes every element of those rows,
 // padding included. `largest`, if not null, collects the inputs' magnitude.
-template <int TYPE>
+template <int TYPE, bool LANE = LANES>
 __device__ __noinline__ void gather_rows(const Raw& raw, i64 first, int rows, const Batch& batch, u32* largest) {
     const Layer& bottom = LAYER(0);
     const u32 pieces = (bottom.ld_in + GATHER_COLUMNS - 1) / GATHER_COLUMNS, warps = gridDim.x * (blockDim.x >> 5);
@@ -108,7 +109,7 @@ __device__ __noinline__ void gather_rows(const Raw& raw, i64 first, int rows, co
     // 32 bits count the units of any batch that fits a device.
     for (u32 unit = blockIdx.x + gridDim.x * (threadIdx.x >> 5); unit < rows * pieces; unit += warps) {
         const int r = unit / pieces, from = unit % pieces * GATHER_COLUMNS;
-        const i64 row = raw_row(raw, first, r);
+        const i64 row = raw_row<LANE>(raw, first, r);
         const u32 found = gather_any<TYPE>(
             raw.inputs, row, batch.inputs + (i64)r * bottom.ld_in, from, min(bottom.ld_in, from + GATHER_COLUMNS),
             bottom.fan_in);
@@ -118,5 +119,5 @@ __device__ __noinline__ void gather_rows(const Raw& raw, i64 first, int rows, co
             if (raw.weights) batch.weights[r] = raw.weights[row];
         }
     }
-    if (largest) warp_largest(largest, seen);
+    if (largest) block_largest(largest, seen);
 }

@@ -11,6 +11,10 @@
 #include "params.cuh"
 #include "reduce.cuh"
 
+#ifndef RARELY  // executed; but a kernel that hands registers around cannot call functions
+#define RARELY __noinline__
+#endif
+
 #define MAX_PEERS 8
 #define UNWRITTEN_WORD 0xffffffffu  // a NaN that no rank sends
 #define PATIENCE 4096               // looks at a word between two looks at the host's: some milliseconds
@@ -59,7 +63,7 @@ __device__ __forceinline__ void store_words(float4* where, u32 x, u32 y, u32 z, 
 }
 
 // Whether to wait no longer: the host says that a rank has died, or the time is up.
-__device__ __noinline__ bool given_up(u64 began) {
+__device__ RARELY bool given_up(u64 began) {
     const bool lost = *(const volatile u32*)PEERS.gone || (PEERS.limit_ns && global_ns() - began > PEERS.limit_ns);
     if (lost) *(volatile u32*)&own_post().lost = 1;
     return lost;

@@ -21,6 +21,21 @@ __device__ __forceinline__ double block_sum(double x) {
     return total;
 }
 
+// One atomic maximum a block; all threads call it.
+__device__ __forceinline__ void block_largest(u32* where, u32 value) {
+    __shared__ u32 largest[32];
+#pragma unroll
+    for (int mask = 16; mask; mask >>= 1) value = max(value, __shfl_xor_sync(~0u, value, mask));
+    __syncthreads();  // the last call's readers are done
+    if ((threadIdx.x & 31) == 0) largest[threadIdx.x >> 5] = value;
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    value = threadIdx.x < blockDim.x >> 5 ? largest[threadIdx.x] : 0;
+#pragma unroll
+    for (int mask = 16; mask; mask >>= 1) value = max(value, __shfl_xor_sync(~0u, value, mask));
+    if (threadIdx.x == 0 && value) atomicMax(where, value);
+}
+
 // One atomic maximum a warp; integer, so the order does not matter.
 __device__ __forceinline__ void warp_largest(u32* where, u32 value) {
 #pragma unroll

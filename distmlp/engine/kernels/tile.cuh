@@ -33,9 +33,9 @@ template <int ROWS, int COLS, int PAD>
 struct Staged {
     static constexpr int STRIDE = COLS + PAD, SIZE = ROWS * STRIDE;
     static constexpr int CHUNK = 16 / sizeof(Element), CHUNKS = COLS / CHUNK, PASS = THREADS / CHUNKS;
-    static_assert(COLS % CHUNK == 0 && THREADS % CHUNKS == 0, "threads share the rows out evenly");
 
     static __device__ __forceinline__ void load(Element* tile, const View& from, int row, int col) {
+        static_assert(COLS % CHUNK == 0 && THREADS % CHUNKS == 0, "threads share the rows out evenly");
         const int c = threadIdx.x % CHUNKS * CHUNK;
         const bool inside = col + c < from.cols;
         const int first = threadIdx.x / CHUNKS;
@@ -55,8 +55,9 @@ template <int M_, int N_>
 struct OutputTile {
     static constexpr int M = M_, N = N_, STRIDE = N + 8, BYTES = M * STRIDE * 4;
     static constexpr int QUADS = N / 4;
-    static constexpr int PASS = THREADS / QUADS < M ? THREADS / QUADS : M;  // rows at a time
-    static_assert(THREADS % QUADS == 0 && M % PASS == 0, "threads share the rows out evenly");
+    static constexpr int SHARE = THREADS % QUADS ? 4 : THREADS / QUADS;
+    static constexpr int PASS = SHARE < M ? SHARE : M;  // rows at a time
+    static_assert(PASS * QUADS <= THREADS && M % PASS == 0, "threads share the rows out evenly");
 
     static __device__ __forceinline__ int column() { return threadIdx.x % QUADS * 4; }
     static __device__ __forceinline__ bool has_rows() { return threadIdx.x < PASS * QUADS; }
@@ -81,9 +82,33 @@ struct OutputTile {
             own += STEP * PASS * STRIDE;
         }
     }
+    // Where nothing belongs to columns: quads are dealt to all threads. finish(row, column, four results, prepare(row,
+    // column)); the loads that `prepare` makes for a step of quads are under way before the first is finished.
+    template <class Prepare, class Finish>
+    static __device__ __forceinline__ void for_each_quad(const float* tile, const Prepare& prepare, const Finish& finish) {
+        constexpr int ITEMS = (M * QUADS + THREADS - 1) / THREADS;
+        constexpr int STEP = ITEMS % 4 == 0 ? 4 : ITEMS % 3 == 0 ? 3 : 1;
+#pragma unroll 1
+        for (int first = threadIdx.x; first < ITEMS * THREADS; first += STEP * THREADS) {
+            decltype(prepare(0, 0)) known[STEP];
+#pragma unroll
+            for (int i = 0; i < STEP; ++i) {
+                const int item = first + i * THREADS;
+                if (M * QUADS % THREADS == 0 || item < M * QUADS) known[i] = prepare(item / QUADS, item % QUADS * 4);
+            }
+#pragma unroll
+            for (int i = 0; i < STEP; ++i) {
+                const int item = first + i * THREADS, r = item / QUADS, c = item % QUADS * 4;
+                if (M * QUADS % THREADS == 0 || item < M * QUADS)
+                    finish(r, c, *(const float4*)(tile + r * STRIDE + c), known[i]);
+            }
+        }
+    }
+
     template <class Finish>
     static __device__ __forceinline__ void for_each_row(const float* tile, const Finish& finish) {
-        for_each_row<1>(tile, [](int) { return 0; }, [&](int r, const float4& v, int) { finish(r, v); });
+        constexpr int AHEAD = M / PASS % 4 == 0 ? 4 : 1;
+        for_each_row<AHEAD>(tile, [](int) { return 0; }, [&](int r, const float4& v, int) { finish(r, v); });
     }
 
     // Adds up every thread's sums of its four columns in a fixed order and writes the first `cols` to `out`. The tile
@@ -121,7 +146,7 @@ struct Product {
     static constexpr int STAGES = S::STAGES, AHEAD = STAGES - 1;  // stages in all, and fetched before they are used
     static constexpr int PIPE_BYTES = STAGE * STAGES * (int)sizeof(Element);
     // Wide results are finished a part of their columns at a time.
-    static constexpr int PARTS = N > 128 ? N / 128 : 1;
+    static constexpr int PARTS = N > 144 ? N / 128 : 1;
     typedef OutputTile<M, N / PARTS> Output;
     static constexpr int SLICE_BYTES = M * N * 4 * (SLICES - 1);
     static constexpr int TILE_BYTES = Output::BYTES > SLICE_BYTES ? Output::BYTES : SLICE_BYTES;
@@ -354,10 +379,11 @@ struct Product {
 };
 
 // Computes this block's tiles one after another: work(i, tile) describes the i-th, false behind the last;
-// finish(i, tile, product) takes its results. Where the output tile lies apart from the stages, those of later tiles
-// are fetched while a tile is finished.
-template <class P, class Work, class Finish>
-__device__ __forceinline__ void for_each_tile(void* shared, const Work& work, const Finish& finish) {
+// begin(i, tile) may ask for what finishing needs while the product runs; finish(i, tile, product) takes its results.
+// Where the output tile lies apart from the stages, those of later tiles are fetched while a tile is finished.
+template <class P, class Work, class Begin, class Finish>
+__device__ __forceinline__ void for_each_tile(
+    void* shared, const Work& work, const Begin& begin, const Finish& finish) {
     Element* stages = P::stages(shared);
     TileWork ahead, tile;
     int next = 0, next_step = 0, fill = 0, use = 0;
@@ -385,6 +411,7 @@ __device__ __forceinline__ void for_each_tile(void* shared, const Work& work, co
         }
         P product;
         product.begin();
+        begin(i, tile);
         advance(i);
 #pragma unroll 1
         for (int step = 0; step < tile.steps; ++step) {

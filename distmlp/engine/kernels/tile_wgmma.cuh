@@ -1,6 +1,6 @@
 // The main loop of `Product` by Hopper's warpgroup products: bf16, both operands in shared memory, 128-byte swizzle.
-// Eight warps are two warpgroups of 64 rows each; the results lie in the threads exactly as Product's do for 8 × 1
-// warps, so all that follows the main loop is shared.
+// Eight warps are two warpgroups: of 64 rows each, or of the same 64 rows and half of the depth each. The results lie
+// in the threads exactly as Product's do for 8 × 1 × 1 or 4 × 1 × 2 warps, so all that follows the main loop is shared.
 #pragma once
 #include "tile.cuh"
 #if PRODUCT == BF16
@@ -11,11 +11,24 @@
 // copies and products free of bank conflicts (PTX ISA, "Shared memory matrix layout", 128-byte swizzle).
 template <int ROWS, int COLS>
 struct Swizzled {
-    static constexpr int SIZE = ROWS * COLS, BLOCK = ROWS * 64;  // elements
+    static constexpr int BLOCK = ROWS * 64, SIZE = (COLS + 63) / 64 * BLOCK;  // elements
     static constexpr int CHUNKS = COLS / 8, PASS = THREADS / CHUNKS;
-    static_assert(COLS % 64 == 0 && THREADS % CHUNKS == 0 && PASS % 8 == 0 && ROWS % PASS == 0, "whole passes");
+    static constexpr bool EVEN = THREADS % CHUNKS == 0;  // a thread keeps to a column
+    static_assert(COLS % 8 == 0 && (!EVEN || (PASS % 8 == 0 && ROWS % PASS == 0)), "whole passes");
 
     static __device__ __forceinline__ void load(Element* tile, const View& from, int row, int col) {
+        if constexpr (!EVEN) {
+#pragma unroll
+            for (int first = 0; first < ROWS * CHUNKS; first += THREADS) {
+                const int i = first + threadIdx.x, r = i / CHUNKS, chunk = i % CHUNKS;
+                if ((ROWS * CHUNKS) % THREADS == 0 || i < ROWS * CHUNKS)
+                    copy_async(
+                        tile + (chunk / 8) * BLOCK + r * 64 + ((chunk ^ r) & 7) * 8,
+                        from.base + (i64)(row + r) * from.ld + (col + chunk * 8),
+                        row + r < from.rows && col + chunk * 8 < from.cols);
+            }
+            return;
+        }
         const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
         const bool inside = col + chunk * 8 < from.cols;
         const Element* source = from.base + (i64)(row + first) * from.ld + (col + chunk * 8);
@@ -31,7 +44,8 @@ struct Swizzled {
 
 template <class S, bool A_ROWS_M, bool B_ROWS_K>
 struct WarpgroupProduct : Product<S, A_ROWS_M, B_ROWS_K> {
-    static_assert(S::K == 64 && S::M == 128 && S::WM == 8 && S::WN == 1 && S::STAGES >= 3, "two warpgroups, one atom deep");
+    static_assert(S::K == 64 && S::M == 128 / S::WK && S::WM == 8 / S::WK && S::WN == 1 && S::STAGES >= 3,
+                  "two warpgroups, one atom deep");
     typedef Swizzled<A_ROWS_M ? S::M : S::K, A_ROWS_M ? S::K : S::M> StageA;
     typedef Swizzled<B_ROWS_K ? S::K : S::N, B_ROWS_K ? S::N : S::K> StageB;
     static constexpr int STAGE = StageA::SIZE + StageB::SIZE;  // elements; a multiple of the 1024-byte atom
@@ -53,13 +67,15 @@ struct WarpgroupProduct : Product<S, A_ROWS_M, B_ROWS_K> {
     __device__ __forceinline__ void start(const Element* stage) {
         const u32 at = (u32)__cvta_generic_to_shared(stage);
         const int group = threadIdx.x >> 7;  // warpgroup
-        const u64 of_a = matrix<A_ROWS_M>(at + group * 64 * 64 * 2, StageA::BLOCK);
+        constexpr int STEPS = S::K / 16 / S::WK;
+        const int first = S::WK > 1 ? group * STEPS : 0;  // of the stage's products
+        const u64 of_a = matrix<A_ROWS_M>(at + (S::WK > 1 ? 0 : group * 64 * 64 * 2), StageA::BLOCK);
         const u64 of_b = matrix<!B_ROWS_K>(at + StageA::SIZE * 2, StageB::BLOCK);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (int k = 0; k < S::K / 16; ++k)
+        for (int k = 0; k < STEPS; ++k)
             narrow::Wgmma<S::N / 8>::template ss<!A_ROWS_M, B_ROWS_K>(
-                this->c, of_a + k * (A_ROWS_M ? 2 : 128), of_b + k * (B_ROWS_K ? 128 : 2));
+                this->c, of_a + (first + k) * (A_ROWS_M ? 2 : 128), of_b + (first + k) * (B_ROWS_K ? 128 : 2));
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     }
     __device__ __forceinline__ void settle(const Element*) {

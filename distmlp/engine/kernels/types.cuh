@@ -32,8 +32,8 @@ __device__ __forceinline__ Element to_element(float x) { return Element{(u16)(pa
 __device__ __forceinline__ void store_quad(Element* where, float4 v) {
     *(uint2*)where = make_uint2(pack_pair(v.x, v.y), pack_pair(v.z, v.w));
 }
-__device__ __forceinline__ float4 load_quad(const Element* where) {
-    const uint2 v = *(const uint2*)where;
+typedef uint2 FourElements;  // four elements as they lie
+__device__ __forceinline__ float4 widen(FourElements v) {
     return make_float4(
         __uint_as_float(v.x << 16), __uint_as_float(v.x & 0xffff0000u), __uint_as_float(v.y << 16),
         __uint_as_float(v.y & 0xffff0000u));
@@ -52,8 +52,10 @@ __device__ __forceinline__ Element to_element(float x) {
 __device__ __forceinline__ void store_quad(Element* where, float4 v) {
     *(float4*)where = make_float4(to_element(v.x), to_element(v.y), to_element(v.z), to_element(v.w));
 }
-__device__ __forceinline__ float4 load_quad(const Element* where) { return *(const float4*)where; }
+typedef float4 FourElements;
+__device__ __forceinline__ float4 widen(FourElements v) { return v; }
 #endif
+__device__ __forceinline__ float4 load_quad(const Element* where) { return widen(*(const FourElements*)where); }
 
 __device__ __forceinline__ float half_to_float(u16 bits) {
     float value;

@@ -8,10 +8,6 @@
 #ifndef MAX_UPDATE_LAYERS  // a kernel for fewer layers may have little shared memory to spare
 #define MAX_UPDATE_LAYERS MAX_LAYERS
 #endif
-#ifndef APPLY_INLINE  // rarely executed; but a kernel that hands registers around cannot call functions
-#define APPLY_INLINE __noinline__
-#endif
-
 struct Progress {  // the same in every block, at every moment between two barriers
     u64 step;
     u32 skipped;
@@ -146,7 +142,7 @@ __device__ __forceinline__ void update_plain(const Hyper& h) {
 }
 
 // Apply what lies in the gradient buffer as step `s` of the table. The caller puts a barrier behind it.
-__device__ APPLY_INLINE void apply_gradient(int s, GridBarrier& barrier, Progress& progress) {
+__device__ RARELY void apply_gradient(int s, GridBarrier& barrier, Progress& progress) {
     __shared__ Hyper hyper;
     Flags& flags = ENGINE.control->flags[s & 1];
     const float* tally = ENGINE.gradient + ENGINE.size;

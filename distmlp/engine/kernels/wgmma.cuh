@@ -1,4 +1,4 @@
-// `wgmma` of one k16 step for every N up to 136 columns, and 256 (Hopper only; PTX ISA 7.8+, "wgmma.mma_async").
+// `wgmma` of one k16 step for every N up to 144 columns, and 256 (Hopper only; PTX ISA 7.8+, "wgmma.mma_async").
 // One line per N: the instruction names its accumulators one by one, so the table cannot be a loop.
 #pragma once
 #include "types.cuh"
@@ -110,6 +110,7 @@ WGMMA(14, "n112", "%56", "%57", "%58", "%59", "%60", "%61", "%62")
 WGMMA(15, "n120", "%60", "%61", "%62", "%63", "%64", "%65", "%66")
 WGMMA(16, "n128", "%64", "%65", "%66", "%67", "%68", "%69", "%70")
 WGMMA(17, "n136", "%68", "%69", "%70", "%71", "%72", "%73", "%74")
+WGMMA(18, "n144", "%72", "%73", "%74", "%75", "%76", "%77", "%78")
 WGMMA(32, "n256", "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 #undef WGMMA
 // clang-format on

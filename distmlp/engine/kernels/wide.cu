@@ -33,6 +33,10 @@ __device__ __forceinline__ void sum_weights(const Batch& batch, int rows, Flags&
     if (threadIdx.x == 0) flags.weight = (float)sum;
 }
 
+__device__ __forceinline__ bool may_update_directly() {
+    return OPTIMIZER != LAMB && !ENGINE.needs_norm && !ENGINE.deferred;
+}
+
 // One step; ends with a barrier behind the update, or behind the gradients where other ranks' are still to come.
 __device__ __forceinline__ void train_step(
     const Raw& raw, int s, int end, GridBarrier& barrier, Progress& progress) {
@@ -49,8 +53,18 @@ __device__ __forceinline__ void train_step(
 
     for (int l = 0; l < last; ++l) {
         forward_hidden(l, batch, ENGINE.parameters, rows, &flags);
-        barrier.wait();
+        barrier.arrive();  // and while others are waited for:
+        if (l == 0 && threadIdx.x == 32) set_hyper(hyper, info.rate, 0.f, progress.step + 1);  // slow, in float64
+#if HEAD_OUTPUTS
+        if (l == last - 1) load_head(rows);
+#endif
+        barrier.await();
     }
+#if HEAD_OUTPUTS
+    head(raw, info, batch, flags);
+    barrier.wait();
+    for (int l = last - 1; l > 0; --l) {
+#else
     forward_output(raw, info, batch, flags);
     barrier.wait();
     if (softmax_apart()) {
@@ -58,15 +72,16 @@ __device__ __forceinline__ void train_step(
         barrier.wait();
     }
     for (int l = last; l > 0; --l) {
+#endif
         backward(l, rows, flags);
         barrier.wait();
     }
 
-    const bool direct =
-        OPTIMIZER != LAMB && !ENGINE.needs_norm && !ENGINE.deferred && surely_finite(flags, flags.output[0], flags.weight, rows);
+    const bool direct = may_update_directly() && surely_finite(flags, flags.output[0], flags.weight, rows);
     if (direct) {
         ++progress.step;
-        if (threadIdx.x == 0) set_hyper(hyper, info.rate, 1.f / flags.weight, progress.step);
+        if (last == 0 && threadIdx.x == 0) set_hyper(hyper, info.rate, 0.f, progress.step);
+        if (threadIdx.x == 0) hyper.scale = 1.f / flags.weight;
         __syncthreads();
     }
     gradients(batch, rows, direct, hyper);
@@ -137,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) forward_rows(
     const Batch& batch = ENGINE.batches[0];
     GridBarrier barrier(&ENGINE.control->forward_barrier);
     load_layers();
-    gather_rows<RAW_F32>(raw, 0, rows, batch, nullptr);
+    gather_rows<RAW_F32, false>(raw, 0, rows, batch, nullptr);
     barrier.wait();
     const int last = ENGINE.layers - 1;
     for (int l = 0; l < last; ++l) {
@@ -146,8 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) forward_rows(
     }
     const Layer& layer = LAYER(last);
     typedef ForwardOutput::Output Output;
-    forward_tiles<ForwardOutput>(last, batch, rows, [&](int, int m0, int n0) {
-        const Columns columns(layer, n0 + Output::column(), flat);
+    forward_tiles<ForwardOutput>(last, batch, flat, rows, [&](int, int m0, int n0, const Columns& columns) {
         Output::for_each_row(output_tile<ForwardOutput>(), [&](int r, const float4& v) {
             network_output(layer, columns, out, rows, m0 + r, v);
         });

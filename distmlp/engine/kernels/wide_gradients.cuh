@@ -1,7 +1,7 @@
 // Weight and bias gradients of all layers in one phase, with the update where that is possible.
 #pragma once
 #include "magnitudes.cuh"
-#include "wide_output.cuh"
+#include "wide_head.cuh"
 
 // Adds the splits of a weight-gradient tile in their order; true in the block that came last, which then holds the sum.
 __device__ __forceinline__ bool add_splits(Gradient& product, const Layer& layer, int tile, int split) {
@@ -43,15 +43,16 @@ __device__ __forceinline__ bool add_splits(Gradient& product, const Layer& layer
 __device__ __forceinline__ void finish_weights(const Layer& layer, int m0, int n0, bool direct, const Hyper& h) {
     typedef Gradient::Output Output;
     const float* tile = output_tile<Gradient>();
-    const int c = n0 + Output::column();
-    if (!direct)
-        Output::for_each_row(tile, [&](int r, const float4& v) { weight_gradient(layer, m0 + r, c, v); });
-    else if (layer.fan_out % 4 == 0)
-        Output::for_each_row<4>(
-            tile, [&](int r) { return load_weights(layer, m0 + r, c); },
-            [&](int r, const float4& v, Parameters& known) { update_weights(layer, h, m0 + r, c, v, known); });
+    if (direct)
+        Output::for_each_quad(
+            tile, [&](int r, int c) { return load_weights(layer, m0 + r, n0 + c); },
+            [&](int r, int c, const float4& v, Parameters& known) {
+                update_weights(layer, h, m0 + r, n0 + c, v, known);
+            });
     else
-        Output::for_each_row(tile, [&](int r, const float4& v) { update_each_weight(layer, h, m0 + r, c, v); });
+        Output::for_each_quad(
+            tile, [](int, int) { return 0; },
+            [&](int r, int c, const float4& v, int) { weight_gradient(layer, m0 + r, n0 + c, v); });
 }
 
 // The layer of a weight-gradient task; tasks are numbered through all layers, the splits of a tile side by side.
@@ -78,7 +79,8 @@ __device__ PHASE void weight_gradients(const Batch& batch, int rows, bool direct
         w.n0 = tile % layer.tiles_n * GRADIENT_N;
         return true;
     };
-    for_each_tile<Gradient>(dynamic_shared, work, [&](int i, const TileWork& w, Gradient& product) {
+    const auto begin = [](int, const TileWork&) {};
+    for_each_tile<Gradient>(dynamic_shared, work, begin, [&](int i, const TileWork& w, Gradient& product) {
         const int task = blockIdx.x + i * gridDim.x;
         const Layer& layer = LAYER(layer_of_task(task));
         const int own = task - layer.first_task;
@@ -94,7 +96,7 @@ __device__ PHASE void weight_gradients(const Batch& batch, int rows, bool direct
 __device__ __forceinline__ void bias_task(int l, int task, int rows, bool direct, const Hyper& h) {
     __shared__ float sums[THREADS / 32][BIAS_COLUMNS];
     const Layer& layer = LAYER(l);
-    const int parts = l == ENGINE.layers - 1 ? output_parts(rows) : ceil_div(rows, TILE_M);
+    const int parts = column_parts(l, rows);
     const int warp = threadIdx.x >> 5, c = task * BIAS_COLUMNS + (threadIdx.x & 31);
     float sum = 0.f;
     if (c < layer.fan_out)

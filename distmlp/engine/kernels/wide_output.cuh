@@ -53,8 +53,7 @@ __device__ PHASE void forward_output(const Raw& raw, const StepInfo& info, const
     __shared__ i64 raw_rows[OUTPUT_M];  // of the tile's rows: looked up at once, not one after another
     float* tile = output_tile<ForwardOutput>();
     u32 largest = 0;
-    forward_tiles<ForwardOutput>(l, batch, info.rows, [&](int t, int m0, int n0) {
-        const Columns columns(layer, n0 + Output::column(), ENGINE.parameters);
+    forward_tiles<ForwardOutput>(l, batch, ENGINE.parameters, info.rows, [&](int t, int m0, int n0, const Columns& columns) {
         if (softmax_apart()) {
             Output::for_each_row(tile, [&](int r, const float4& v) {
                 network_output(layer, columns, ENGINE.logits, info.rows, m0 + r, v);
@@ -81,7 +80,7 @@ __device__ PHASE void forward_output(const Raw& raw, const StepInfo& info, const
         Output::column_sums(
             tile, sum, layer.column_sums + (i64)(m0 / OUTPUT_M) * layer.ld_out + n0, layer.ld_out - n0);
     });
-    if (!softmax_apart()) warp_largest(&flags.error[l], largest);
+    if (!softmax_apart()) block_largest(&flags.error[l], largest);
 }
 
 // Softmax cross-entropy from the logits, a warp a row.
@@ -104,12 +103,12 @@ __device__ PHASE void softmax_rows(const Raw& raw, const StepInfo& info, const B
         }
         __syncthreads();
     }
-    warp_largest(&flags.error[l], largest);
+    block_largest(&flags.error[l], largest);
 }
 
 // Block 0: the loss of the step, in the order of its parts, and the tally.
 __device__ __forceinline__ void finish_loss(int s, int rows, float weight) {
-    const int across = softmax_apart() ? 1 : ceil_div(LAYER(ENGINE.layers - 1).fan_out, OUTPUT_N) * ForwardOutput::PARTS;
+    const int across = HEAD_OUTPUTS || softmax_apart() ? 1 : ceil_div(LAYER(ENGINE.layers - 1).fan_out, OUTPUT_N) * ForwardOutput::PARTS;
     const int parts = output_parts(rows) * across;
     double loss = 0.;
     for (int part = threadIdx.x; part < parts; part += THREADS) loss += ENGINE.loss_partials[part];
