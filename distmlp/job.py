@@ -124,6 +124,9 @@ def _resumed(
 
     chosen = world.broadcast(world.agree(choose, "resuming"))
     if chosen is None:
+        metrics = output.path / outputs.METRICS
+        if world.rank == 0 and metrics.is_file() and metrics.stat().st_size:
+            reporter.warn(f"no checkpoint in {output.checkpoints}: the run begins anew, and so does {metrics.name}")
         return None
     path, rejected = chosen
 

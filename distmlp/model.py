@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,14 +38,17 @@ class Model:
         """Predictions (rows, outputs), float32, of raw `inputs` (rows, features).
 
         Class probabilities for `softmax_cross_entropy`, probabilities for `binary_cross_entropy`, values in
-        the targets' own units otherwise. Raises DataError where the width does not fit.
+        the targets' own units otherwise. One row alone may be flat. Raises DataError for other widths and for what are
+        no real numbers.
         """
         array = np.asarray(inputs)
         width = self.config.model.layers[0]
-        array = array.reshape(len(array), -1) if array.ndim > 1 else array.reshape(-1, 1 if width == 1 else width)
-        if array.shape[1] != width:
-            raise DataError(f"inputs of shape {np.shape(inputs)}: the network takes {width} features a row")
-        return probabilities(self._engine.predict(array), self.config.model.loss)
+        if array.dtype.kind not in "biuf":
+            raise DataError(f"inputs of type {array.dtype}: expected real numbers")
+        fits = math.prod(array.shape[1:]) == width if array.ndim > 1 else array.size % width == 0
+        if not fits:
+            raise DataError(f"inputs of shape {array.shape}: the network takes {width} features a row")
+        return probabilities(self._engine.predict(array.reshape(array.size // width, width)), self.config.model.loss)
 
 
 def load(checkpoint: str | Path) -> Model:

@@ -80,8 +80,10 @@ class RunOutput:
         except OSError as error:
             raise CheckpointError(f"{self.checkpoints}: {describe(error, self.path)}") from None
         _replace(self.path / RUN, config.to_toml())
-        with suppress(FileNotFoundError):
-            os.unlink(self.path / SUMMARY)  # it told of an end that is none
+        try:
+            (self.path / SUMMARY).unlink(missing_ok=True)  # it told of an end that is none
+        except OSError as error:
+            raise CheckpointError(f"{self.path / SUMMARY}: cannot be removed: {describe(error, self.path)}") from None
         path = self.path / METRICS
         _replace(path, "".join(_lines_until(path, step)))
         self._metrics = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -201,8 +203,10 @@ def _finite(value: Any) -> Any:
 
 def _lines_until(path: Path, step: int) -> list[str]:
     """Whole lines of `metrics.jsonl` up to `step`: those after it will come again, a torn last one is dropped."""
-    kept = []
-    with suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
+    kept: list[str] = []
+    if not path.is_file():  # what else may be there, a pipe for one, is for `_replace` to judge
+        return kept
+    with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             with suppress(ValueError, TypeError, KeyError, RecursionError):
                 if line.endswith("\n") and json.loads(line)["step"] <= step:

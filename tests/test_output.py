@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from distmlp import lock
 from distmlp.config import RunConfig
-from distmlp.errors import ConfigError, SystemUnfitError
+from distmlp.errors import CheckpointError, ConfigError, SystemUnfitError
 from distmlp.output import RunOutput, Summary, remove_results, strict_json, versions
 from tests.checkpoint_samples import configuration
 from tests.worlds import LoneWorld
@@ -110,6 +111,21 @@ def test_no_step_appears_twice_after_a_resume(tmp_path, step, kept):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [*kept, 20]
     assert not (tmp_path / "summary.json").exists()  # the run is not at its end any more
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["directory", "fifo"])
+@pytest.mark.parametrize("name", ["run.toml", "metrics.jsonl", "summary.json"])
+def test_what_is_no_file_where_one_should_be_is_named(tmp_path, name, make):
+    finished(tmp_path)
+    (tmp_path / name).unlink()
+    make(tmp_path / name)
+    output = claim(tmp_path, resume=True)
+    if (name, make) == ("summary.json", os.mkfifo):  # can be removed, like any summary of an earlier end
+        output.begin(configuration(output=str(tmp_path)), 5)
+    else:
+        with pytest.raises(CheckpointError, match=name):
+            output.begin(configuration(output=str(tmp_path)), 5)
+    output.close()
 
 
 def test_a_run_that_never_began_leaves_nothing(tmp_path):

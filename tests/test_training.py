@@ -10,6 +10,7 @@ import pytest
 from distmlp import RunConfig, load, train
 from distmlp.checkpoint import load as load_checkpoint
 from distmlp.checkpoint.store import newest
+from distmlp.errors import DataError
 from tests.launching import run_distmlp
 
 ROWS, FEATURES, CLASSES = 1003, 12, 5
@@ -153,6 +154,11 @@ def test_resume_starts_anew_where_nothing_is(folder, runs):
     fresh = folder / "fresh"
     assert run_distmlp(["train", "run.toml", "--output", fresh.name, "--resume"], cwd=folder).returncode == 0
     assert summary(fresh)["weights_sha256"] == summary(runs[1])["weights_sha256"]
+    for checkpoint in (fresh / "checkpoints").iterdir():
+        checkpoint.unlink()
+    again = run_distmlp(["train", "run.toml", "--output", fresh.name, "--resume"], cwd=folder)
+    assert "warning: no checkpoint in" in again.stdout + again.stderr
+    assert summary(fresh)["weights_sha256"] == summary(runs[1])["weights_sha256"]
 
 
 def test_a_finished_run_resumed_says_the_same(folder, runs):
@@ -176,6 +182,16 @@ def test_evaluate_and_predict(folder, runs):
     assert (predictions.argmax(1) == targets).mean() == pytest.approx(figures["accuracy"])
     np.testing.assert_allclose(predictions.sum(1), 1.0, rtol=1e-5)
     np.testing.assert_allclose(load(runs[1]).predict(inputs), predictions, rtol=1e-5)
+
+
+def test_what_a_loaded_network_takes(runs):
+    model = load(runs[1])
+    width, outputs = model.config.model.layers[0], model.config.model.layers[-1]
+    assert model.predict(np.zeros((0, width))).shape == (0, outputs)
+    assert model.predict(np.zeros(width)).shape == (1, outputs)
+    for inputs in (np.zeros((2, width + 1)), np.zeros(width + 1), [["a"] * width], [[None] * width], [[1j] * width]):
+        with pytest.raises(DataError, match=r"inputs of (shape|type)"):
+            model.predict(inputs)
 
 
 def test_train_as_a_library_call(tmp_path, folder, capsys):

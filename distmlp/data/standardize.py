@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distmlp.data.pool import Pool, reader_threads
-from distmlp.engine import Standardization
+from distmlp.standardization import Standardization
 
 if TYPE_CHECKING:
     from distmlp.comm.world import World

@@ -8,17 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-
-@dataclass
-class Standardization:
-    """Mean and deviation of the training set; `None` where a side is left as it is.
-
-    `inputs`: `(mean (features,), deviation (features,))`, float64; `targets` likewise. A deviation of a
-    constant column is 1.
-    """
-
-    inputs: tuple[NDArray, NDArray] | None = None
-    targets: tuple[NDArray, NDArray] | None = None
+from distmlp.standardization import Standardization as Standardization
 
 
 @dataclass

@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from distmlp.comm.world import open_world
 from distmlp.config import RunConfig
 from distmlp.data.arrays import MemoryFeed
+from distmlp.data.memory import available_bytes
 from distmlp.data.shards import Rows
 from distmlp.engine import Engine, Standardization, State
 from distmlp.engine.device import find_obstacle
 from distmlp.engine.select import open_engine
-from distmlp.errors import ConfigError
+from distmlp.errors import ConfigError, SystemUnfitError
 from distmlp.network import Network
 from distmlp.order import Order
 
@@ -194,8 +195,11 @@ def open_preset(preset: Preset, precision: str, rows: Rows, shuffle: bool = True
 
 
 def make_rows(preset: Preset, batches: int, seed: int = 0) -> Rows:
-    """Rows of `batches` batches: normal inputs, targets that are functions of them."""
+    """Rows of `batches` batches: normal inputs, targets that are functions of them. Raises SystemUnfitError."""
     count, features, outputs = batches * preset.batch, preset.layers[0], preset.layers[-1]
+    needed, free = 8 * count * (features + outputs), available_bytes()  # once more while they are put together
+    if needed > free:
+        raise SystemUnfitError(f"bench {preset.name}: its rows need {needed:,} bytes, and {free:,} are free")
     random = np.random.default_rng(seed)
     drawn = min(count, max(preset.batch, POOL // features))
     inputs = random.standard_normal((drawn, features), np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ def run_scaling(
     those before it where there are any.
     """
     require_packages()
+    if target_loss is not None and not math.isfinite(target_loss):
+        raise ConfigError(f"scaling --target-loss {target_loss}: expected a finite number")
     if from_:
         report = build_report(modes_of([FinishedRun.read(path) for path in from_]), target_loss=target_loss)
         return _conclude(report, out)

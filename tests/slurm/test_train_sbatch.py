@@ -14,8 +14,11 @@ from slurm.site import TRAIN, Site
 
 LONG = ("--set", "run.steps=1000")
 
-# `distmlp`, but the first run of a job takes a while: Slurm looks at time limits every 30 s only.
-_SLOW = """#!{python}
+# `distmlp`, but the first run of a job takes a while: Slurm looks at time limits every 30 s only. The first lines are
+# for the shell, where the path of Python may have spaces, and a string for Python.
+_SLOW = """#!/bin/sh
+'''exec' "{python}" "$0" "$@"
+'''
 import os, time
 from distmlp.__main__ import main
 from distmlp.comm.world import World

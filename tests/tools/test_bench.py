@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distmlp.engine.device import find_obstacle
-from distmlp.errors import ConfigError
+from distmlp.errors import ConfigError, SystemUnfitError
 from distmlp.tools.bench import PRESETS, find_preset, make_rows, run_bench, shorten, summary
 
 # µs; PERFORMANCE figures for one H200
@@ -47,6 +47,11 @@ def test_times_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
     assert row["layers"] == [32, 64, 64, 64, 64, 16]
     assert row["blocks"] == 5
     assert 0 < row["us_min"] <= row["us_median"] <= row["us_max"]
+
+
+def test_rows_that_do_not_fit_are_refused_with_figures() -> None:
+    with pytest.raises(SystemUnfitError, match=r"bench 3-2@900000000: its rows need 288,000,000,000 bytes, and"):
+        make_rows(find_preset("3-2@900000000"), 8)
 
 
 def test_rows_repeat_a_pool_and_are_never_zero() -> None:

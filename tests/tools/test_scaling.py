@@ -253,6 +253,7 @@ def test_points_before_a_failure_are_reported(real_run, tmp_path, capsys):
     ("arguments", "message"),
     [
         ({"ranks": "1,two"}, "expected rank counts such as 1,2,4"),
+        ({"target_loss": float("nan")}, "--target-loss nan: expected a finite number"),
         ({"mode": "medium"}, "expected weak, strong or both"),
         ({"steps": 3}, "at least 8"),
         ({"set_": ["run.nonsense=1"]}, "unknown key"),
