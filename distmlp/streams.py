@@ -1,4 +1,4 @@
-"""Standard streams that can be relied on, whatever the caller did with them.
+"""Standard streams that can be relied on, whatever the caller did with them, and as many files as the system allows.
 
 A closed one would give its number to the next file that is opened, and with it all that C libraries print.
 A reader that has gone (`| head`) is no fault of the command; output that cannot be stored is one to be told.
@@ -9,10 +9,14 @@ from __future__ import annotations
 import errno
 import io
 import os
+import resource
 import sys
+from contextlib import suppress
 from typing import Any
 
 from distmlp.errors import SystemUnfitError
+
+MOST_FILES = 1 << 16
 
 
 class OutputError(SystemUnfitError, OSError):
@@ -40,6 +44,15 @@ def guard_streams() -> None:
             line_buffering=out.line_buffering,
             write_through=out.write_through,
         )
+
+
+def allow_many_files() -> None:
+    """Readers of many shards keep files open; the limit that counts is the system's, not the shell's lower default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _Output(io.FileIO):

@@ -49,6 +49,17 @@ def test_output_that_cannot_be_stored_is_told(folder, command):
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_low_limit_on_open_files_is_raised_to_what_the_system_allows(folder):
+    many = folder / "many"
+    many.mkdir()
+    for number in range(150):
+        with h5py.File(many / f"{number:03}.h5", "w") as file:
+            file["inputs"], file["targets"] = np.ones((2, 3), "f4"), np.ones(2, "f4")
+    words = "--set data.train='many/*.h5' --set data.residence=stream --set data.readers=16 --output many/run"
+    done = shell(folder, f"ulimit -S -n 48; distmlp train run.toml {words}")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("command", ["data check a.h5", "bench --preset 3-2@5", "data convert a.h5 $'b\\xff.h5'"])
 def test_a_terminal_that_cannot_show_all_letters(folder, command):
     done = shell(folder, f"PYTHONIOENCODING=ascii distmlp {command}")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from distmlp.comm import opening
 from distmlp.comm.hints import rank_hint, read_launch
 from distmlp.errors import AgreedError, DistmlpError, StoppedError, SystemUnfitError
-from distmlp.streams import guard_streams
+from distmlp.streams import allow_many_files, guard_streams
 
 if TYPE_CHECKING:
     from distmlp.comm.world import World
@@ -39,6 +39,7 @@ def guarded(main: Callable[[], int | None]) -> NoReturn:
     that only this rank knows of ends the whole job, since the others may be inside a collective.
     """
     guard_streams()
+    allow_many_files()
     hold_output()
     try:
         code = main() or 0

@@ -6,6 +6,7 @@ to decode chunks whose filters only that library knows.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import threading
@@ -33,11 +34,20 @@ class _Handles(threading.local):
     def get(self, path: str) -> int:
         handle = self.files.pop(path, None)
         if handle is None:
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            handle = self._open(path)
         self.files[path] = handle
         while len(self.files) > OPEN_FILES:
             os.close(self.files.popitem(last=False)[1])
         return handle
+
+    def _open(self, path: str) -> int:
+        while True:
+            try:
+                return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or not self.files:
+                    raise
+                os.close(self.files.popitem(last=False)[1])  # a low limit: make do with fewer
 
     def __del__(self) -> None:
         for handle in self.files.values():
@@ -66,7 +76,8 @@ class RowReader:
                 self._read_verified(layout, start, stop, out)
         except OSError as error:
             reason = error.strerror or str(error)
-            raise DataError(f"{layout.where(start, stop)}: cannot be read: {reason.lower()}") from None
+            hint = "; raise the limit: ulimit -n 4096" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+            raise DataError(f"{layout.where(start, stop)}: cannot be read: {reason.lower()}{hint}") from None
         except MemoryError:
             raise DataError(f"{layout.where(start, stop)}: not enough memory to read them") from None
 

@@ -1,6 +1,8 @@
 """Rows read without the HDF5 library are those that the library gives, for every number type and layout."""
 
+import errno
 import importlib.util
+import os
 import subprocess
 import sys
 import zlib
@@ -27,6 +29,25 @@ FILTERS = {
     "fletcher32": {"fletcher32": True},
     "gzip+fletcher32": {"compression": "gzip", "fletcher32": True},
 }
+
+
+def test_a_thread_makes_do_with_the_files_that_it_may_open(tmp_path, monkeypatch):
+    rows = np.arange(6, dtype="f4").reshape(3, 2)
+    layouts = [layout_of(write_shard(tmp_path / f"{number}.h5", rows + number, rows), "inputs") for number in range(9)]
+    opened, real = set(), os.open
+
+    def open_(path, *arguments):
+        opened.difference_update([number for number in opened if not os.path.exists(f"/proc/self/fd/{number}")])
+        if len(opened) == 3:
+            raise OSError(errno.EMFILE, "Too many open files", path)
+        opened.add(handle := real(path, *arguments))
+        return handle
+
+    monkeypatch.setattr(os, "open", open_)
+    reader, out = RowReader(), np.empty((3, 2), "f4")
+    for number in (*range(9), *range(9)):
+        reader.read(layouts[number], 0, 3, out)
+        np.testing.assert_array_equal(out, rows + number)
 
 
 def read(path, start, stop, out_dtype=None, name="inputs"):
