@@ -142,29 +142,36 @@ class Order:
         moved = permute(np.where(whole, block, 0), np.maximum(full_blocks, 1), key)
         return start + np.where(whole, moved, block) * BLOCK_ROWS + offset
 
-    def window_blocks(self, epoch: int, stream: int, first: int, count: int) -> NDArray:
-        """Which whole blocks of `stream` windows `first` to `first + count - 1` hold, in reading order, int64."""
-        each, whole = WINDOW_ROWS // BLOCK_ROWS, self.stream_length(stream) // BLOCK_ROWS
-        places = np.arange(first * each, min((first + count) * each, whole), dtype=np.int64)
-        return permute(places, whole, permutation_key(self.seed, epoch, stream, 0)) if len(places) else places
+    def windows_runs(self, epoch: int, streams: range, first: int, count: int) -> NDArray:
+        """`window_runs` of those of windows `first` to `first + count - 1` that are whole in all of `streams`, stream
+        after stream: int64 (windows, runs, 2)."""
+        each = WINDOW_ROWS // BLOCK_ROWS
+        shortest = min(self.stream_length(streams.start), self.stream_length(streams.stop - 1))
+        windows = max(0, min(first + count, shortest // WINDOW_ROWS) - first)
+        runs = np.full((windows, len(streams), each, 2), BLOCK_ROWS, np.int64)
+        for place, stream in enumerate(streams):
+            blocks = self._blocks(epoch, stream, first * each, (first + windows) * each)
+            runs[:, place, :, 0] = (self.stream_start(stream) + blocks * BLOCK_ROWS).reshape(windows, each)
+        return runs.reshape(windows, len(streams) * each, 2)
 
-    def window_runs(self, epoch: int, stream: int, number: int, blocks: NDArray | None = None) -> NDArray:
-        """Window `number` of a stream as it is read: first global row and rows of every block, or of all at once,
-        int64 (runs, 2).
+    def _blocks(self, epoch: int, stream: int, first: int, stop: int) -> NDArray:
+        """Which whole blocks of `stream` stand at places `first` to `stop - 1` among them, int64."""
+        places = np.arange(first, stop, dtype=np.int64)
+        if not self.shuffle or not len(places):
+            return places
+        whole = self.stream_length(stream) // BLOCK_ROWS
+        return permute(places, whole, permutation_key(self.seed, epoch, stream, 0))
 
-        `blocks`: its `window_blocks` where they are known.
-        """
-        first = number * WINDOW_ROWS
-        length, start = self.stream_length(stream), self.stream_start(stream)
+    def window_runs(self, epoch: int, stream: int, number: int) -> NDArray:
+        """Window `number` of a stream as it is read: first global row and rows of every block, int64 (runs, 2)."""
+        first, start = number * WINDOW_ROWS, self.stream_start(stream)
+        length = self.stream_length(stream)
         count = max(0, min(WINDOW_ROWS, length - first))
-        if not count or not self.shuffle:
-            return np.array([(start + first, count)], np.int64)[: count > 0]
-        if blocks is None:
-            blocks = self.window_blocks(epoch, stream, number, 1)
-        rest = count - len(blocks) * BLOCK_ROWS  # of a short last block, which keeps its place at the end
-        runs = np.empty((len(blocks) + (rest > 0), 2), np.int64)
-        runs[: len(blocks), 0] = start + blocks * BLOCK_ROWS
-        runs[: len(blocks), 1] = BLOCK_ROWS
+        begin, whole = first // BLOCK_ROWS, count // BLOCK_ROWS
+        rest = count % BLOCK_ROWS  # of a short last block, which keeps its place at the end
+        runs = np.empty((whole + (rest > 0), 2), np.int64)
+        runs[:whole, 0] = start + self._blocks(epoch, stream, begin, begin + whole) * BLOCK_ROWS
+        runs[:whole, 1] = BLOCK_ROWS
         if rest:
             runs[-1] = start + length // BLOCK_ROWS * BLOCK_ROWS, rest
         return runs

@@ -131,6 +131,17 @@ def test_a_window_is_what_stands_at_its_positions(order, epoch, data):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
+def test_many_windows_are_worked_out_as_one_by_one(shuffle):
+    order = Order(13 * WINDOW_ROWS + 7 * BLOCK_ROWS + 3, 3, 10, 5, shuffle)
+    found = order.windows_runs(4, range(1, 3), 2, 64)
+    assert len(found) == 2  # of streams of four windows and a part
+    for number, runs in enumerate(found, 2):
+        single = [order.window_runs(4, stream, number) for stream in (1, 2)]
+        np.testing.assert_array_equal(runs, np.concatenate(single))
+    assert len(order.windows_runs(4, range(3), 99, 64)) == 0
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
 def test_windows_of_a_long_stream(shuffle):
     order = Order(3 * WINDOW_ROWS + 1000, 1, 10, 5, shuffle)
     for number in range(4):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from distmlp.data.layout import Layout
 from distmlp.order import BLOCK_ROWS
 
@@ -12,11 +14,16 @@ MANY_BLOCKS = 4  # of the shuffled order in one chunk: each is decoded that ofte
 def describe(layout: Layout) -> str:
     """How the rows are stored, in words."""
     sums = ", checksums" if layout.checksum_rows else ""
+    if layout.kind == "inline":
+        return f"compact{sums}"
+    fill = np.frombuffer(layout.fill, layout.dtype)[0] if layout.fill else 0
     if layout.kind != "chunked":
-        written = layout.kind == "inline" or layout.offset >= 0
-        return ("contiguous" if written else "never written, all fill value") + sums
+        return ("contiguous" if layout.offset >= 0 else f"never written, reads as {fill:g}") + sums
     names = "+".join(stage.name for stage in layout.filters) or "no filter"
-    return f"chunks {'×'.join(map(str, layout.chunk))}, {names}{sums}"
+    assert layout.chunks is not None
+    missing = int((layout.chunks["offset"] < 0).sum())
+    gaps = f", {missing:,} of {len(layout.chunks):,} never written, read as {fill:g}" if missing else ""
+    return f"chunks {'×'.join(map(str, layout.chunk))}, {names}{gaps}{sums}"
 
 
 def advice(layout: Layout) -> str:

@@ -1,5 +1,9 @@
-"""Many reads of one file in one call, through glibc's asynchronous I/O: its own threads do them one after the other
-without coming back to the interpreter, for which many reader threads would wait longer than for small reads."""
+"""Many reads of files in one call, without coming back to the interpreter between them: many reader threads would
+wait longer for it than small reads take.
+
+Linux's own asynchronous I/O (`io_submit`) reads what is in the page cache at once, in the thread that asks. Where it is
+not to be had (a sandbox, too many of them in use), glibc's (`lio_listio`) has threads of its own read; else one by one.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import ctypes
 import os
 import platform
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -14,8 +19,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORTHWHILE = 4  # reads
+TOGETHER = 128  # requests of one call: all threads of all programs share /proc/sys/fs/aio-max-nr of them
+_SETUP, _DESTROY, _SUBMIT, _EVENTS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}.get(
+    platform.machine(), (-1, -1, -1, -1)
+)
+_KNOWN = _SETUP >= 0 and sys.maxsize > 1 << 32 and sys.platform.startswith("linux")
+_KERNEL_REQUEST = np.dtype({  # struct iocb of 64-bit little-endian Linux; operation 0 is a read
+    "names": ["operation", "handle", "address", "size", "offset"],
+    "formats": ["u2", "u4", "u8", "u8", "i8"],
+    "offsets": [16, 20, 24, 32, 40],
+    "itemsize": 64,
+})  # fmt: skip
+_KERNEL_EVENT = np.dtype([("data", "u8"), ("request", "u8"), ("done", "i8"), ("more", "i8")])
 _READ, _WAIT, _NO_SIGNAL, _IN_PROGRESS = 0, 0, 1, 115
-_REQUEST = np.dtype({  # struct aiocb of 64-bit Linux, the same since glibc 2.1
+_LIBRARY_REQUEST = np.dtype({  # struct aiocb of 64-bit Linux, the same since glibc 2.1
     "names": ["handle", "operation", "address", "size", "notify", "error", "done", "offset"],
     "formats": ["i4", "i4", "u8", "u8", "i4", "i4", "i8", "i8"],
     "offsets": [0, 4, 16, 24, 44, 112, 120, 128],
@@ -23,9 +40,18 @@ _REQUEST = np.dtype({  # struct aiocb of 64-bit Linux, the same since glibc 2.1
 })  # fmt: skip
 
 
-def _find() -> Callable[..., int] | None:
-    known = platform.machine() in ("x86_64", "aarch64") and sys.maxsize > 1 << 32
-    if not known or not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
+def _find_kernel() -> Callable[..., int] | None:
+    """`syscall`, where the calls above are known to be right."""
+    if not _KNOWN:
+        return None
+    function = ctypes.CDLL(None, use_errno=True).syscall
+    function.restype = ctypes.c_long
+    return function
+
+
+def _find_library() -> Callable[..., int] | None:
+    """glibc's `lio_listio`."""
+    if not _KNOWN or platform.libc_ver()[0] != "glibc":
         return None
     for library in (None, "librt.so.1"):
         try:
@@ -37,28 +63,83 @@ def _find() -> Callable[..., int] | None:
     return None
 
 
-_lio_listio = _find()
+_syscall = _find_kernel()
+_lio_listio = _find_library()
 
 
-def read_spans(handle: int, spans: NDArray, out: NDArray) -> bool:
-    """Offset and bytes (spans, 2) in a file, one after the other into `out` (contiguous, not empty).
+class _Context:
+    """The kernel's side of the reads of one thread; `number` is 0 where it gives none."""
 
-    False where not every read was whole; raises OSError.
+    def __init__(self) -> None:
+        number = ctypes.c_ulong(0)
+        assert _syscall is not None
+        refused = _syscall(ctypes.c_long(_SETUP), ctypes.c_long(TOGETHER), ctypes.byref(number))
+        self.number = 0 if refused else number.value
+        self.events = np.zeros(TOGETHER, _KERNEL_EVENT)
+
+    def __del__(self) -> None:
+        if self.number and _syscall is not None:
+            _syscall(ctypes.c_long(_DESTROY), ctypes.c_ulong(self.number))
+
+
+_mine = threading.local()
+
+
+def read_spans(handles: NDArray | int, spans: NDArray, out: NDArray) -> bool:
+    """Offset and bytes (spans, 2) in files open as `handles`, one after the other into `out` (contiguous, not empty).
+
+    `handles`: one for all spans or one for each. False where not every read was whole; raises OSError.
     """
-    if _lio_listio is None or len(spans) < WORTHWHILE:
-        view, done = out.reshape(-1).data.cast("B"), 0
-        for offset, size in spans.tolist():
-            if os.preadv(handle, (view[done : done + size],), offset) != size:
-                return False
-            done += size
-        return True
+    if len(spans) >= WORTHWHILE:
+        if _syscall is not None:
+            if not hasattr(_mine, "context"):
+                _mine.context = _Context()
+            if _mine.context.number:
+                return _with_kernel(_mine.context, handles, spans, out)
+        if _lio_listio is not None:
+            return _with_library(handles, spans, out)
+    view, done = out.reshape(-1).data.cast("B"), 0
+    for handle, (offset, size) in zip(np.broadcast_to(handles, len(spans)).tolist(), spans.tolist(), strict=True):
+        if os.preadv(handle, (view[done : done + size],), offset) != size:
+            return False
+        done += size
+    return True
+
+
+def _requests(kind: np.dtype, handles: NDArray | int, spans: NDArray, out: NDArray) -> tuple[NDArray, NDArray]:
+    """The requests, and where each of them lies in memory."""
     offsets, sizes = spans.T
-    requests = np.zeros(len(spans), _REQUEST)
-    requests["handle"], requests["operation"], requests["notify"] = handle, _READ, _NO_SIGNAL
-    requests["offset"], requests["size"] = offsets, sizes
+    requests = np.zeros(len(spans), kind)
+    requests["handle"], requests["offset"], requests["size"] = handles, offsets, sizes
     requests["address"] = out.ctypes.data + np.cumsum(sizes) - sizes
-    pointers = requests.ctypes.data + _REQUEST.itemsize * np.arange(len(spans), dtype=np.uint64)
+    return requests, requests.ctypes.data + kind.itemsize * np.arange(len(spans), dtype=np.uint64)
+
+
+def _with_kernel(context: _Context, handles: NDArray | int, spans: NDArray, out: NDArray) -> bool:
+    assert _syscall is not None
+    requests, pointers = _requests(_KERNEL_REQUEST, handles, spans, out)
+    number, events = ctypes.c_ulong(context.number), context.events
+    for start in range(0, len(spans), TOGETHER):
+        wanted = min(TOGETHER, len(spans) - start)
+        asked = _syscall(
+            ctypes.c_long(_SUBMIT), number, ctypes.c_long(wanted), ctypes.c_void_p(pointers[start:].ctypes.data)
+        )
+        done = 0
+        while done < asked:  # signals end the waiting early, and nobody may use the memory yet
+            place = ctypes.c_void_p(events[done:].ctypes.data)
+            least = ctypes.c_long(asked - done)
+            done += max(0, _syscall(ctypes.c_long(_EVENTS), number, least, least, place, ctypes.c_void_p(None)))
+        which = (events["request"][:done] - pointers[0]) // np.uint64(_KERNEL_REQUEST.itemsize)
+        if asked < wanted or (events["done"][:done] != spans[which.astype(np.int64), 1]).any():
+            return False
+    return bool(requests.size)  # which had to live until here
+
+
+def _with_library(handles: NDArray | int, spans: NDArray, out: NDArray) -> bool:
+    assert _lio_listio is not None
+    requests, pointers = _requests(_LIBRARY_REQUEST, handles, spans, out)
+    requests["operation"], requests["notify"] = _READ, _NO_SIGNAL
     _lio_listio(_WAIT, pointers.ctypes.data, len(spans), None)
     while (requests["error"] == _IN_PROGRESS).any():  # a signal ended the waiting: nobody may use the memory yet
         time.sleep(1e-3)
-    return bool((requests["done"] == sizes).all())
+    return bool((requests["done"] == spans[:, 1]).all())

@@ -49,7 +49,7 @@ def _lines(file: FileSummary) -> list[str]:
 def _total(summary: Summary) -> str:
     good = len(summary.files) - len(summary.problems)
     text = f"{good} of {len(summary.files)} files good, {summary.rows:,} rows"
-    if summary.seconds > 0 and summary.read_bytes:
+    if summary.seconds > 0 and summary.read_bytes and summary.rows:
         rate = f"{summary.rows / summary.seconds:,.0f} rows/s, {summary.read_bytes / summary.seconds / 1e6:,.0f} MB/s"
         text += f"; read through by one thread at {rate}"
     return text

@@ -1,11 +1,12 @@
-"""Rows of CSV files, a block at a time: NumPy's parser where all is numbers, cell by cell where it is not."""
+"""Rows of CSV files, and of texts whose columns blanks separate, a block at a time: NumPy's parser where all is
+numbers, cell by cell where it is not."""
 
 from __future__ import annotations
 
 import csv
 import gzip
 import io
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from distmlp.data.tables import MISSING, Selection, Table
 from distmlp.errors import DataError
 
 BLOCK_LINES = 8192
-DELIMITERS = ",;\t|"
+DELIMITERS, COMMENT = ",;\t|", "#"
 MAX_LINE = 64 << 20
 
 
@@ -31,12 +32,17 @@ def csv_source(path: Path, selection: Selection, header: bool | None = None) -> 
     """
     with closing(_blocks(path)) as blocks:
         _, lines = next(blocks, ([], []))
-    if not lines:
+    comments = next((k for k, line in enumerate(lines) if not line.startswith(COMMENT)), len(lines))
+    if comments == len(lines):
         raise DataError(f"{path}: is empty, expected lines of numbers")
-    delimiter = max(DELIMITERS, key=lines[0].count)
-    first = next(csv.reader(lines[:1], delimiter=delimiter))
+    delimiter = _delimiter(lines[comments])
+    first, named = next(_cells(lines[comments : comments + 1], delimiter)), False
+    if comments:  # the last comment names the columns where it has as many, as numpy.savetxt writes it
+        told = next(_cells([lines[comments - 1].lstrip(COMMENT).strip()], delimiter), [])
+        named = len(told) == len(first) and all(map(_is_number, first))
+        first = told if named else first
     if header is None:
-        header = any(not _is_number(cell) for cell in first)
+        header = named or any(not _is_number(cell) for cell in first)
     names = [cell.strip() for cell in first] if header else [str(k) for k in range(len(first))]
     table = Table(names, selection, str(path))
 
@@ -44,13 +50,23 @@ def csv_source(path: Path, selection: Selection, header: bool | None = None) -> 
         return table.rows(_parse(lines, where, delimiter, table), where, "line")
 
     def blocks_of_rows() -> Iterator[Block]:
-        skip = int(bool(header))
+        skip = comments + int(bool(header) and not named)
         for where, block in _blocks(path):
             if block[skip:]:
                 yield Block(len(block) - skip, partial(rows, block[skip:], where[skip:]))
             skip = 0
 
     return Source(str(path), table.kinds, blocks_of_rows, table.exact)
+
+
+def _delimiter(line: str) -> str | None:
+    """What separates the cells of a line; None: blanks."""
+    best = max(DELIMITERS, key=line.count)
+    return None if best not in line and len(line.split()) > 1 and '"' not in line else best
+
+
+def _cells(lines: Sequence[str], delimiter: str | None) -> Iterator[list[str]]:
+    return (line.split() for line in lines) if delimiter is None else csv.reader(lines, delimiter=delimiter)
 
 
 def _is_number(cell: str) -> bool:
@@ -86,7 +102,9 @@ def _blocks(path: Path) -> Generator[tuple[list[int], list[str]], None, None]:
             if block:
                 yield numbers, block
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text ({error.reason}); is this a CSV file?") from None
+        raise DataError(
+            f"{path}: not UTF-8 text ({error.reason}); is this a CSV file? Others: iconv -f UTF-16 -t UTF-8 IN > OUT"
+        ) from None
     except (OSError, EOFError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
 
@@ -97,7 +115,7 @@ def _open(path: Path) -> TextIO:
     return open(path, encoding="utf-8-sig", newline="")
 
 
-def _parse(lines: list[str], numbers: list[int], delimiter: str, table: Table) -> NDArray:
+def _parse(lines: list[str], numbers: list[int], delimiter: str | None, table: Table) -> NDArray:
     """float64 (lines, columns); NaN where a value is missing or the column is not used."""
     if not table.codes and len(table.used) == len(table.names):
         try:
@@ -107,7 +125,7 @@ def _parse(lines: list[str], numbers: list[int], delimiter: str, table: Table) -
         except ValueError:
             pass  # the slow way says where and why
     values = np.full((len(lines), len(table.names)), np.nan)
-    for row, cells in enumerate(csv.reader(lines, delimiter=delimiter)):
+    for row, cells in enumerate(_cells(lines, delimiter)):
         where = f"{table.where}, line {numbers[row]}"
         if len(cells) != len(table.names):
             raise DataError(f"{where}: {len(cells)} cells, expected {len(table.names)}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distmlp.data.advice import advice
+from distmlp.data.batches import Singles, WindowBatches, read_rows
 from distmlp.data.held import Held, narrow_roles
 from distmlp.data.lanes import Lanes
 from distmlp.data.memory import available_bytes
@@ -15,7 +16,7 @@ from distmlp.data.resident import Resident, load
 from distmlp.data.rows import Rows
 from distmlp.data.scratch import Scratch, helps
 from distmlp.data.shards import Shards
-from distmlp.data.streaming import Singles, Source, Window, WindowBatches, Windows, read_rows, window_rows
+from distmlp.data.streaming import Source, Window, Windows, room_rows
 from distmlp.data.values import blame
 from distmlp.errors import ConfigError, SystemUnfitError
 from distmlp.order import Order, owned_streams
@@ -110,9 +111,9 @@ class Feed:
         roles = narrow_roles(self.shards, len(rows), min(HELD_BYTES, int(HELD_SHARE * self._free_bytes)))
         return Held(source, self.shards, rows, roles, self._pool) if roles else source
 
-    def window_rows(self) -> int:
-        """Rows of the arrays of one window."""
-        return window_rows(self._lanes)
+    def room_rows(self) -> int:
+        """Rows of the arrays of one window, for `windows`."""
+        return room_rows(self._lanes, self.shards.row_bytes)
 
     def windows(
         self, rooms: Sequence[Window], convert: Callable[[Any, int, int], object], places: bool = True
@@ -143,7 +144,13 @@ class Feed:
         return self._pool.threads
 
     def advice(self) -> list[str]:
-        """What slows this rank's reading down and how to mend it: layouts that do not suit streaming."""
+        """What may be wrong with the data: labels that do not count from 0, layouts that do not suit streaming."""
+        lowest = self.shards.lowest_label
+        told = [f"data: the lowest class label is {lowest}, so that no row is of class 0"] if lowest else []
+        return told + self._layouts()
+
+    def _layouts(self) -> list[str]:
+        """What slows this rank's reading down and how to mend it."""
         if self.residence != "stream" or (self._scratch_folder and helps(self.shards)):
             return []
         found = {text.split(";")[0]: text for file in self.shards.files if (text := advice(file["inputs"]))}

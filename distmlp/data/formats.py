@@ -109,6 +109,11 @@ def parquet_source(path: Path, selection: Selection) -> Source:
             return values.cast("float64", safe=False).to_numpy(zero_copy_only=False)
         if pyarrow.types.is_boolean(kind):
             return values.cast("uint8").cast("float64").to_numpy(zero_copy_only=False)
+        if pyarrow.types.is_nested(kind):
+            raise DataError(
+                f"{path}, row {first}, column `{table.names[number]}` holds {kind}, expected a number in every row; "
+                "spread it over columns of its own, or leave it out with --inputs"
+            )
         texts = values.cast("string").to_pylist()
         return np.array([table.cell(number, text or "", f"{path}, row {first + k}") for k, text in enumerate(texts)])
 

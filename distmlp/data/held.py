@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from distmlp.data.pool import Pool
@@ -46,10 +47,22 @@ class Held:
     def read_runs(self, runs: NDArray, out: Rows) -> None:
         """As `Shards.read_runs`."""
         self._source.read_runs(runs, out, self._others)
-        wanted = rows_of(runs) - self._first
+        firsts, counts = runs.T
+        same = int(counts[0]) if len(runs) and (counts == counts[0]).all() else 0
         for role, target, kept in zip(ROLES, out.parts, self._rows.parts, strict=False):
-            if role in self._roles:
-                kept.take(wanted, axis=0, out=target, mode="clip")
+            if role in self._roles and same:
+                _copy_blocks(kept, firsts - self._first, same, target)
+            elif role in self._roles:
+                kept.take(rows_of(runs) - self._first, axis=0, out=target, mode="clip")
+
+
+def _copy_blocks(kept: NDArray, firsts: NDArray, count: int, target: NDArray) -> None:
+    """`count` rows of `kept` from each of `firsts` on, one after the other into `target`: a block at a time, which is
+    several times as fast as row by row."""
+    flat = kept.reshape(len(kept), -1)
+    size = count * flat.shape[1]
+    blocks = as_strided(flat, (len(flat) - count + 1, size), flat.strides, writeable=False)  # begin with every row
+    target.reshape(len(firsts), size)[...] = blocks[firsts]
 
 
 def narrow_roles(shards: Shards, rows: int, limit_bytes: int) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from distmlp.data.foreign import HEAD_BYTES, member_of_several, recognized
 from distmlp.data.layout import CHUNK_ENTRY, Filter, Layout
 from distmlp.errors import SystemUnfitError
 
@@ -77,8 +78,10 @@ def _superblock(file: BinaryIO, size: int) -> str:
     base = 0
     while base < size:  # the signature stands at 0, 512, 1024, 2048, …: a user block may come first
         file.seek(base)
-        head = file.read(96)
+        head = file.read(160)
         if head.startswith(SIGNATURE):
+            if several := member_of_several(head):
+                return several
             end = _end_of_file(head)
             if end is not None and size < end:
                 return (
@@ -87,7 +90,9 @@ def _superblock(file: BinaryIO, size: int) -> str:
                 )
             return ""
         base = max(512, base * 2)
-    return "is not an HDF5 file (no HDF5 signature); convert other formats with `distmlp data convert`"
+    file.seek(0)
+    other = recognized(file.read(HEAD_BYTES))
+    return other or "is not an HDF5 file (no HDF5 signature); convert other formats with `distmlp data convert`"
 
 
 def _end_of_file(head: bytes) -> int | None:
@@ -201,6 +206,7 @@ def to_layout(path: str, facts: dict[str, Any], parts: list[bytes]) -> Layout:
         fill=fill,
         checksums=np.frombuffer(checksums, "<u4") if facts["checksum_rows"] else None,
         checksum_rows=facts["checksum_rows"],
+        columns=tuple(facts["columns"]),
     )
 
 

@@ -47,6 +47,7 @@ class Layout:
     fill: bytes = b""  # one element as stored
     checksums: NDArray | None = None  # uint32, CRC-32 of the stored values of each `checksum_rows` rows
     checksum_rows: int = 0
+    columns: tuple[str, ...] = ()  # their names, where the file tells
 
     @property
     def rows(self) -> int:

@@ -18,8 +18,10 @@ from typing import Any, BinaryIO
 import h5py
 import numpy as np
 
+from distmlp.data.columns import column_names
 from distmlp.data.filters import available
 from distmlp.data.layout import CHECKSUM_GROUP, CHUNK_ENTRY
+from distmlp.data.number_format import number_format
 
 MAX_LINKS = 32
 MAX_LISTED = 40
@@ -84,7 +86,7 @@ def probe(path: str, datasets: dict[str, str]) -> tuple[dict[str, Any], list[byt
     """Describe the datasets (role → name) of one file. Raises Refused, or whatever h5py raises."""
     payload: list[bytes] = []
     found: dict[str, Any] = {}
-    with h5py.File(path, "r", locking=False) as file:
+    with _open(path) as file:
         if not datasets:  # the caller asks what there is
             return {"contents": _contents(file), "datasets": {}}, payload
         for role, name in datasets.items():
@@ -93,6 +95,21 @@ def probe(path: str, datasets: dict[str, str]) -> tuple[dict[str, Any], list[byt
             found[role] = facts
             payload += parts
     return {"datasets": found}, payload
+
+
+def _open(path: str) -> h5py.File:
+    try:
+        return h5py.File(path, "r", locking=False)
+    except OSError as error:
+        if "already open for write" not in str(error):
+            raise
+    try:
+        return h5py.File(path, "r", locking=False, swmr=True)
+    except OSError:
+        raise Refused(
+            "a program has it open to write, or ended without closing it; wait until it is closed, or run "
+            f"`h5clear -s {path}` when no program writes it any more"
+        ) from None
 
 
 def resolve(file: h5py.File, name: str, role: str) -> h5py.Dataset:
@@ -110,7 +127,7 @@ def resolve(file: h5py.File, name: str, role: str) -> h5py.Dataset:
         if isinstance(link, h5py.ExternalLink):
             raise Refused(
                 f"`{name}` is a link to another file ({link.filename}), which is not followed; "
-                "copy the data into this file, for example with h5repack or `distmlp data convert`"
+                "copy the data into one file, for example with h5repack IN.h5 OUT.h5"
             )
         if isinstance(link, h5py.SoftLink):
             links += 1
@@ -125,6 +142,8 @@ def resolve(file: h5py.File, name: str, role: str) -> h5py.Dataset:
         trail.append(part)
     if not isinstance(node, h5py.Dataset):
         kind = "a group" if isinstance(node, h5py.Group) else "not a dataset"
+        if isinstance(node, h5py.Group) and {"data", "indices", "indptr"} <= set(node.keys()):
+            kind = "a sparse matrix (data, indices and indptr), which is not read; store it as an ordinary array"
         raise Refused(f"`{name}` is {kind}, expected a dataset; {_holds(file, role)}")
     return node
 
@@ -154,7 +173,9 @@ def _contents(file: h5py.File) -> list[str]:
 
 def describe(file: h5py.File, dataset: h5py.Dataset, name: str, file_bytes: int) -> tuple[dict[str, Any], list[bytes]]:
     """Facts of a `Layout` and its raw parts (fill value, inline data, chunk table, checksums)."""
-    dtype = _number_format(dataset, name)
+    dtype, problem = number_format(dataset)
+    if problem:
+        raise Refused(f"dataset `{name}` {problem}")
     shape = dataset.shape
     if shape is None or not shape:
         raise Refused(f"dataset `{name}` has no rows ({'empty' if shape is None else 'a single value'})")
@@ -162,12 +183,12 @@ def describe(file: h5py.File, dataset: h5py.Dataset, name: str, file_bytes: int)
     if dataset.is_virtual:
         raise Refused(
             f"dataset `{name}` is virtual: its rows lie in other datasets or files, which are not followed; "
-            "copy it into an ordinary dataset, for example with h5repack"
+            f"make an ordinary dataset of it: h5repack -l {name}:CONTI IN.h5 OUT.h5"
         )
     if plist.get_external_count():
         raise Refused(
             f"dataset `{name}` keeps its rows in another file (HDF5 external storage), which is not followed; "
-            "copy it into an ordinary dataset, for example with h5repack"
+            f"copy them into an ordinary dataset, in Python for example: file[NEW] = file['{name}'][...]"
         )
     facts: dict[str, Any] = {"name": name, "shape": shape, "dtype": dtype.str, "kind": "contiguous", "offset": -1}
     facts["file_bytes"] = file_bytes
@@ -179,6 +200,7 @@ def describe(file: h5py.File, dataset: h5py.Dataset, name: str, file_bytes: int)
             f"dataset `{name}` claims {shape} {dtype}, {logical:.3g} bytes, "
             f"which a file of {file_bytes} bytes cannot hold"
         )
+    facts["columns"] = column_names(file, dataset, name)
     filters, chunks, inline = _filters(plist, name), b"", b""
     layout = plist.get_layout()
     if layout == h5py.h5d.CONTIGUOUS:
@@ -194,29 +216,6 @@ def describe(file: h5py.File, dataset: h5py.Dataset, name: str, file_bytes: int)
         raise Refused(f"dataset `{name}` has a storage layout that is not known (class {layout})")
     checksums, facts["checksum_rows"] = _checksums(file, name, shape[0])
     return facts, [_fill_value(plist, dtype), inline, chunks, checksums]
-
-
-def _number_format(dataset: h5py.Dataset, name: str) -> np.dtype:
-    dtype = dataset.dtype
-    stored = dataset.id.get_type()
-    if h5py.check_enum_dtype(dtype) is not None or dtype == np.bool_:
-        stored = stored.get_super() if isinstance(stored, h5py.h5t.TypeEnumID) else stored
-        dtype = np.dtype(np.uint8) if dtype == np.bool_ else np.dtype(dtype.str)
-    numeric = dtype.kind in "iuf" and dtype.subdtype is None and 1 <= dtype.itemsize <= 8
-    if not numeric:
-        kind = "strings or objects" if dtype.kind in "OSU" else f"{dtype}"
-        raise Refused(
-            f"dataset `{name}` holds {kind}, expected real numbers of 1 to 8 bytes; "
-            "convert it, for example with `distmlp data convert`"
-        )
-    plain = h5py.h5t.py_create(dtype)
-    same = stored.equal(plain) or (stored.get_size() == 1 and dtype == np.uint8 and dataset.dtype == np.bool_)
-    if not same:
-        raise Refused(
-            f"dataset `{name}` uses a number format of its own ({stored.get_size()} bytes, read as {dtype}); "
-            "expected IEEE floats or plain integers of 1 to 8 bytes; convert it"
-        )
-    return dtype
 
 
 def _filters(plist: Any, name: str) -> list[Any]:
@@ -301,7 +300,7 @@ def _checksums(file: h5py.File, name: str, rows: int) -> tuple[bytes, int]:
 
 
 def _text(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return " ".join(str(error).replace("synchronously ", "").split())[:300] or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -18,40 +18,12 @@ from numpy.typing import NDArray
 
 from distmlp.data import aio
 from distmlp.data.decode import DamagedChunk, decode, room
+from distmlp.data.direct import DirectRows
 from distmlp.data.layout import Layout
+from distmlp.data.openfiles import OpenFiles
 from distmlp.errors import DataError
 
-OPEN_FILES = 16  # per thread
 PIECE_BYTES = 256 << 20  # of one read call
-
-
-class _Handles(threading.local):
-    """The newest few open files of a thread, closed when they age out or the thread ends."""
-
-    def __init__(self) -> None:
-        self.files: OrderedDict[str, int] = OrderedDict()
-
-    def get(self, path: str) -> int:
-        handle = self.files.pop(path, None)
-        if handle is None:
-            handle = self._open(path)
-        self.files[path] = handle
-        while len(self.files) > OPEN_FILES:
-            os.close(self.files.popitem(last=False)[1])
-        return handle
-
-    def _open(self, path: str) -> int:
-        while True:
-            try:
-                return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE) or not self.files:
-                    raise
-                os.close(self.files.popitem(last=False)[1])  # a low limit: make do with fewer
-
-    def __del__(self) -> None:
-        for handle in self.files.values():
-            os.close(handle)
 
 
 class RowReader:
@@ -61,7 +33,7 @@ class RowReader:
     """
 
     def __init__(self, cache_bytes: int = 64 << 20) -> None:
-        self._handles = _Handles()
+        self._files = OpenFiles()
         self._cache = _ChunkCache(cache_bytes)
 
     def read(self, layout: Layout, start: int, stop: int, out: NDArray) -> None:
@@ -98,7 +70,22 @@ class RowReader:
         Next to nothing is done beside the system calls: the interpreter is what reader threads wait for.
         """
         try:
-            return aio.read_spans(self._handles.get(path), spans, out)
+            file = self._files.get(path)
+            return aio.read_spans(file.handle, spans, out)
+        except OSError:
+            return False
+
+    def read_direct(self, table: DirectRows, runs: NDArray, out: NDArray) -> bool:
+        """Stretches of global rows, one after the other into `out`, of one table and dtype; False where that does not
+        work at once, for whatever reason."""
+        found = table.spans(runs) if out.flags.c_contiguous and out.size else None
+        if found is None:
+            return False
+        numbers, spans = found
+        which, place = np.unique(numbers, return_inverse=True)
+        try:
+            files = [self._files.get(table.paths[number]) for number in which.tolist()]
+            return aio.read_spans(np.array([file.handle for file in files])[place], spans, out)
         except OSError:
             return False
 
@@ -127,10 +114,10 @@ class RowReader:
             out[...] = raw
 
     def _fill(self, path: str, offset: int, view: memoryview) -> bool:
-        handle = self._handles.get(path)
+        file = self._files.get(path)
         done = 0
         while done < len(view):
-            count = os.preadv(handle, [view[done : done + PIECE_BYTES]], offset + done)
+            count = os.preadv(file.handle, [view[done : done + PIECE_BYTES]], offset + done)
             if count == 0:
                 return False
             done += count

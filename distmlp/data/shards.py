@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from distmlp.data.columns import differ
+from distmlp.data.direct import DirectRows
 from distmlp.data.inspection import Inspected, inspect_files
 from distmlp.data.layout import Layout
 from distmlp.data.reader import RowReader
@@ -41,7 +43,8 @@ class Shards:
     `rows`; `features`; `outputs`: width of the targets, for labels the number of classes (the network's
     output width where it is known, else the largest label + 1); `labels`: whether targets are class
     labels; `loss`; `input_dtype`, `target_dtype`, `weight_dtype` (None without weights): of what `read`
-    gives; `paths`; `starts`: first global row of every file, and `rows` at the end.
+    gives; `lowest_label`: None without labels; `paths`; `starts`: first global row of every file, and `rows` at
+    the end.
     """
 
     def __init__(self, files: Sequence[dict[str, Layout]], *, labels: bool, classes: int, loss: str) -> None:
@@ -51,6 +54,7 @@ class Shards:
         self._bounds: list[int] = self.starts.tolist()
         self.rows = self._bounds[-1]
         self.labels, self.loss = labels, loss
+        self.lowest_label: int | None = None
         first = self.files[0]
         self.features = first["inputs"].width
         self.input_dtype = _common_dtype(files, "inputs")
@@ -60,6 +64,11 @@ class Shards:
             self.target_dtype = np.dtype(np.int64)
         self.weight_dtype = _common_dtype(files, "sample_weights") if "sample_weights" in first else None
         self._reader = RowReader()
+        kinds = (self.input_dtype, self.target_dtype, self.weight_dtype)
+        self._dtypes = {role: kind for role, kind in zip(ROLES, kinds, strict=True) if kind and role in first}
+        self._direct = {
+            role: DirectRows([file[role] for file in files], self.starts, kind) for role, kind in self._dtypes.items()
+        }
 
     @classmethod
     def open(
@@ -90,18 +99,18 @@ class Shards:
         problems = {item.path: item.problem for item in inspected if item.problem}
         problems |= check_shapes([item.layouts for item in inspected if not item.problem], loss, layers)
         good = [item.layouts for item in inspected if item.path not in problems]
-        shards, largest = None, 0
+        shards = None
         if good:  # their values are looked at even where other files are bad: all is told at once
             labels = loss == "softmax_cross_entropy" and good[0]["targets"].width == 1
             shards = cls(good, labels=labels, classes=0, loss=loss)
             found = world.all_gather(scan(shards, world.rank, world.size))
-            values, largest = judge(shards, found, layers)
+            values, (shards.lowest_label, highest) = judge(shards, found, layers)
             problems |= values
         world.agree(lambda: _refuse(problems, len(paths)), "checking the data")
         assert shards is not None
         world.agree(lambda: _visible(good) if world.local_rank == 0 else None, "checking the data")
         if shards.labels:
-            shards.outputs = layers[-1] if layers else largest + 1
+            shards.outputs = layers[-1] if layers else (highest or 0) + 1
         return shards
 
     def keep_chunks(self, limit_bytes: int) -> None:
@@ -129,12 +138,13 @@ class Shards:
     def read_runs(self, runs: NDArray, out: Rows, roles: Container[str] = ROLES) -> None:
         """Stretches of rows, first global row and rows each (runs, 2), one after the other into `out`; of the arrays
         of `roles` alone. Raises DataError."""
-        files = self._by_file(runs)
         for role, array in zip(ROLES, (out.inputs, out.targets, out.weights), strict=True):
             if array is None or role not in self.files[0] or role not in roles:
                 continue
+            if array.dtype == self._dtypes[role] and self._reader.read_direct(self._direct[role], runs, array):
+                continue
             flat, done = array.reshape(len(array), self.files[0][role].width), 0
-            for number, count, pieces in files:
+            for number, count, pieces in self._by_file(runs):
                 self._reader.read_runs(self.files[number][role], pieces, flat[done : done + count])
                 done += count
 
@@ -185,6 +195,7 @@ def check_shapes(files: Sequence[dict[str, Layout]], loss: str, layers: Sequence
     """Path → what is wrong with the shapes of a file, by itself or beside the others and the network."""
     problems: dict[str, str] = {}
     widths: dict[str, tuple[int, str]] = {}
+    columns: dict[str, Layout] = {}
     for file in files:
         text = _shape_problem(file, loss, layers)
         for role in ("inputs", "targets"):
@@ -193,6 +204,10 @@ def check_shapes(files: Sequence[dict[str, Layout]], loss: str, layers: Sequence
                 width, path = widths.setdefault(role, (layout.width, layout.path))
                 if layout.width != width:
                     text = f"dataset `{layout.name}` has rows of {layout.width} numbers, but {path} has {width}"
+                elif layout.columns:
+                    first = columns.setdefault(role, layout)
+                    other = differ(layout.columns, first.columns, first.path)
+                    text = f"dataset `{layout.name}` {other}" if other else ""
         if text:
             problems[file["inputs"].path] = text
     if files and not problems and not sum(file["inputs"].rows for file in files):
@@ -205,14 +220,18 @@ def _shape_problem(file: dict[str, Layout], loss: str, layers: Sequence[int]) ->
     assert inputs is not None
     if inputs.width == 0:
         return f"dataset `{inputs.name}` {inputs.shape} has rows without numbers"
+    for other in (targets, weights):
+        if other is not None and other.rows != inputs.rows:
+            turned = len(inputs.shape) == 2 and inputs.shape[1] in (other.rows, *other.shape[1:2])
+            hint = f"; `{inputs.name}` {inputs.shape} looks transposed: it must be rows × features" if turned else ""
+            return (
+                f"`{inputs.name}` has {inputs.rows} rows, but `{other.name}` has {other.rows}; expected as many{hint}"
+            )
     if layers and inputs.width != layers[0]:
         return (
             f"dataset `{inputs.name}` {inputs.shape} has {inputs.width} numbers a row, but the network takes "
             f"{layers[0]} (first of model.layers, or the width of the training set)"
         )
-    for other in (targets, weights):
-        if other is not None and other.rows != inputs.rows:
-            return f"`{inputs.name}` has {inputs.rows} rows, but `{other.name}` has {other.rows}; expected as many"
     if weights is not None and weights.width != 1:
         return f"dataset `{weights.name}` {weights.shape}: expected one weight a row"
     if targets is None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,36 +11,18 @@ from numpy.typing import NDArray
 from distmlp.data.lanes import Lanes
 from distmlp.data.pool import Pool, Task
 from distmlp.data.rows import Rows
-from distmlp.data.shards import Shards
-from distmlp.order import BLOCK_ROWS, WINDOW_ROWS
+from distmlp.order import WINDOW_ROWS
 
-HELD = 2  # windows in memory: the one in use and the next
 TASK_BYTES = 8 << 20  # that a thread should read at a time
-AHEAD = 64  # windows whose blocks are worked out at once
+ROOM_BYTES = 64 << 20  # of as many windows as are treated as one, where one of them has less
+AHEAD = 64  # windows whose blocks are worked out at once, at little more cost than those of one
+_NO_PLAN = np.empty((0, 0, 2), np.int64)
 
 
 class Source(Protocol):
     """Where windows come from: the files, or rows in memory."""
 
     def read_runs(self, runs: NDArray, out: Rows) -> None: ...
-
-
-def runs(rows: NDArray) -> Iterator[tuple[int, int]]:
-    """(begin, end) index ranges of `rows` (ascending) in which rows follow one another."""
-    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-    yield from zip([0, *breaks.tolist()], [*breaks.tolist(), len(rows)], strict=True)
-
-
-def read_rows(shards: Shards, rows: NDArray, out: Rows) -> None:
-    """Any `rows` (global, in any order) into `out`, one read for each stretch of neighbours."""
-    if not len(rows):
-        return
-    order = np.argsort(rows, kind="stable")
-    ascending = rows[order]
-    for begin, end in runs(ascending):
-        piece = shards.read(int(ascending[begin]), int(ascending[begin]) + end - begin)
-        for target, source in zip(out.parts, piece.parts, strict=True):
-            target[order[begin:end]] = source
 
 
 class Copy(Protocol):
@@ -53,7 +34,8 @@ class Copy(Protocol):
 
 
 class Window:
-    """Room for one window of all own streams, each stream's rows in the order in which they are read.
+    """Room for one window of all own streams, each stream's rows in the order in which they are read; or for several
+    windows that follow one another, where they are so narrow that what comes with each of them would take longer.
 
     `places`: which of `rows` stands at each position of the window, int64, in position order.
     """
@@ -68,8 +50,9 @@ class Window:
 class Windows:
     """Whole windows of all own streams, read ahead by the pool's threads: one read for each shuffled block.
 
-    `rooms`: at least two, to be filled in turn. `convert(window, first, stop)` is called by the thread that has read
-    rows `first` to `stop - 1` of a window. `places`: whether to work out the order inside the windows.
+    `rooms`: at least two of one size, to be filled in turn; how many windows of the order are one here depends on that
+    size. `convert(window, first, stop)` is called by the thread that has read rows `first` to `stop - 1` of a window.
+    `places`: whether to work out the order inside the windows, which are to be single ones of the order.
     """
 
     def __init__(
@@ -77,13 +60,14 @@ class Windows:
         convert: Callable[[Any, int, int], object] = lambda window, first, stop: None, places: bool = True,
     ) -> None:  # fmt: skip
         self._source, self._lanes, self._pool, self._convert = source, lanes, pool, convert
-        self._places, self._blocks = places, dict[int, tuple[tuple[int, int], NDArray]]()
-        order = lanes.order
-        longest = max(order.stream_length(stream) for stream in (lanes.streams.start, lanes.streams.stop - 1))
-        self.count = max(1, -(-longest // WINDOW_ROWS))  # windows of an epoch
-        self.span = WINDOW_ROWS * len(lanes.streams)  # own positions in one
-        self.stride = window_rows(lanes) // len(lanes.streams)  # rows of a stream in the arrays
-        self._shares = _shares(len(lanes.streams), pool.threads, rooms)
+        self._places, self._plans = places, dict[range, tuple[tuple[int, int], NDArray]]()
+        self._single = window_rows(lanes)  # rows of the arrays of one window of the order
+        self._together = len(rooms[0].rows) // self._single
+        self._windows = _count(lanes)  # of the order in an epoch
+        self.count = -(-self._windows // self._together)  # windows of an epoch
+        self.span = self._together * WINDOW_ROWS * len(lanes.streams)  # own positions in one
+        self.stride = self._single // len(lanes.streams)  # rows of a stream in the arrays of one window of the order
+        self._shares = _shares(len(lanes.streams), pool.threads, len(rooms), rooms[0].rows, self._together)
         self._free = list(rooms)
         self._filling: dict[int, Window] = {}
 
@@ -91,10 +75,14 @@ class Windows:
         """The running number of the window, over all epochs, that holds own position `index` of `epoch`."""
         return epoch * self.count + index // self.span
 
-    def get(self, number: int) -> Window:
-        """Window `number`, filled, after which those that follow are read. Raises DataError."""
+    def ask(self, number: int) -> None:
+        """Window `number` comes next: begin to read it and those that follow, and no others."""
         self._keep(range(number, number + len(self._filling) + len(self._free)))
         self.read_on(number)
+
+    def get(self, number: int) -> Window:
+        """Window `number`, filled, after which those that follow are read. Raises DataError."""
+        self.ask(number)
         if number not in self._filling:
             window = self._free.pop(0)
             assert window.copy is not None
@@ -128,7 +116,9 @@ class Windows:
     def _start(self, number: int, window: Window) -> None:
         self._filling[number], window.copy = window, None
         window.tasks = [self._pool.submit(self._order, number, window)] if self._places else []
-        window.tasks += [self._pool.submit(self._fill, number, *share, window) for share in self._shares]
+        for place, first in self.parts(number):
+            for share in self._shares:
+                window.tasks.append(self._pool.submit(self._fill, number // self.count, place, first, *share, window))
 
     def _keep(self, numbers: range) -> None:
         for number in [number for number in self._filling if number not in numbers]:
@@ -139,43 +129,58 @@ class Windows:
                 task.settle()  # nobody may write into an array that is used anew
             self._free.append(window)
 
-    def _fill(self, number: int, lanes: range, part: int, parts: int, window: Window) -> None:
-        """Read a share of a window: some streams, or one of `parts` parts of a stream."""
-        begin, count, wanted = lanes.start * self.stride, 0, list[NDArray]()
-        for lane in lanes:
-            runs = self._runs(number, self._lanes.streams.start + lane)
-            low, high = len(runs) * part // parts, len(runs) * (part + 1) // parts
-            if begin + count != lane * self.stride:  # the stream before it was shorter
-                self._read(wanted, begin, count, window)
-                begin, count, wanted = lane * self.stride, 0, []
-            begin += int(runs[:low, 1].sum())
-            wanted.append(runs[low:high])
-            count += int(runs[low:high, 1].sum())
-        self._read(wanted, begin, count, window)
+    def parts(self, number: int) -> list[tuple[int, int]]:
+        """The windows of the order that window `number` is made of: their numbers in the epoch, and where in the arrays
+        the rows of each begin."""
+        first = number % self.count * self._together
+        return [(first + k, k * self._single) for k in range(min(self._together, self._windows - first))]
 
-    def _read(self, runs: list[NDArray], first: int, count: int, window: Window) -> None:
+    def _fill(
+        self, epoch: int, place: int, begin: int, lanes: range, part: int, parts: int, window: Window
+    ) -> None:  # fmt: skip
+        """Read a share of window `place` of the order, from row `begin` of the arrays on: some streams, or one of
+        `parts` parts of a stream."""
+        streams = range(self._lanes.streams.start + lanes.start, self._lanes.streams.start + lanes.stop)
+        first, planned = self._plans.get(lanes, ((-1, -1), _NO_PLAN))
+        if first != (epoch, place // AHEAD):
+            planned = self._lanes.order.windows_runs(epoch, streams, place // AHEAD * AHEAD, AHEAD)
+            self._plans[lanes] = (epoch, place // AHEAD), planned
+        if place % AHEAD < len(planned):
+            self._read(planned[place % AHEAD], part, parts, begin + lanes.start * self.stride, window)
+            return
+        for lane, stream in zip(lanes, streams, strict=True):  # an epoch's last window, which may be short
+            runs = self._lanes.order.window_runs(epoch, stream, place)
+            self._read(runs, part, parts, begin + lane * self.stride, window)
+
+    def _read(self, runs: NDArray, part: int, parts: int, begin: int, window: Window) -> None:
+        """Read one of `parts` parts of `runs`, whose rows begin at `begin` of the arrays."""
+        low, high = len(runs) * part // parts, len(runs) * (part + 1) // parts
+        first, wanted = begin + int(runs[:low, 1].sum()), runs[low:high]
+        count = int(wanted[:, 1].sum())
         if count:
-            self._source.read_runs(np.concatenate(runs), window.rows.map(lambda array: array[first : first + count]))
+            self._source.read_runs(wanted, window.rows.map(lambda array: array[first : first + count]))
             self._convert(window, first, first + count)
-
-    def _runs(self, number: int, stream: int) -> NDArray:
-        """`Order.window_runs` of a window; many windows' blocks at once cost little more than those of one."""
-        epoch, place = divmod(number, self.count)
-        base, each, order = place // AHEAD * AHEAD, WINDOW_ROWS // BLOCK_ROWS, self._lanes.order
-        key, blocks = self._blocks.get(stream, ((-1, -1), np.empty(0, np.int64)))
-        if key != (epoch, base):
-            blocks = order.window_blocks(epoch, stream, base, AHEAD)
-            self._blocks[stream] = (epoch, base), blocks
-        return order.window_runs(epoch, stream, place, blocks[(place - base) * each : (place - base + 1) * each])
 
     def filled(self, number: int) -> list[range]:
         """Which rows of the arrays window `number` fills: all of them, or some of every stream at an epoch's end."""
-        left = [self._lanes.order.stream_length(stream) - number % self.count * WINDOW_ROWS
-                for stream in self._lanes.streams]  # fmt: skip
-        if min(left) >= self.stride:
-            return [range(len(left) * self.stride)]
-        return [range(lane * self.stride, lane * self.stride + min(self.stride, count))
-                for lane, count in enumerate(left) if count > 0]  # fmt: skip
+        found: list[range] = []
+        for place, first in self.parts(number):
+            for start, count in self._counts(place):
+                if found and found[-1].stop == first + start:
+                    found[-1] = range(found[-1].start, first + start + count)
+                elif count:
+                    found.append(range(first + start, first + start + count))
+        return found
+
+    def size(self, place: int) -> int:
+        """Own rows in window `place` of the order."""
+        return sum(count for _, count in self._counts(place))
+
+    def _counts(self, place: int) -> list[tuple[int, int]]:
+        """Where in the arrays of window `place` of the order its rows lie: for every stream the first and how many."""
+        lengths = map(self._lanes.order.stream_length, self._lanes.streams)
+        return [(lane * self.stride, max(0, min(self.stride, length - place * WINDOW_ROWS)))
+                for lane, length in enumerate(lengths)]  # fmt: skip
 
     @property
     def waiting(self) -> bool:
@@ -185,6 +190,7 @@ class Windows:
     def _order(self, number: int, window: Window) -> None:
         order, streams = self._lanes.order, self._lanes.streams
         epoch, place = divmod(number, self.count)
+        assert self._together == 1
         places = np.full((self.stride, len(streams)), -1, np.int64)  # streams may differ in length by one row
         for lane, stream in enumerate(streams):
             own = order.window_places(epoch, stream, place)
@@ -196,8 +202,9 @@ class Windows:
         self._keep(range(0))
 
 
-def _shares(lanes: int, threads: int, rooms: Sequence[Window]) -> list[tuple[range, int, int]]:
-    """(streams, part, of so many parts of the stream) for the tasks that read a window.
+def _shares(lanes: int, threads: int, rooms: int, rows: Rows, together: int) -> list[tuple[range, int, int]]:
+    """(streams, part, of so many parts of the stream) for the tasks that read a window of the order, `together` of
+    which are in each of `rooms` rooms for so many `rows`.
 
     Few streams are shared by several threads; of narrow rows a task takes several streams, as long as the windows that
     are read at once give every thread a task: what comes with a task and does not depend on its size stays small.
@@ -205,91 +212,24 @@ def _shares(lanes: int, threads: int, rooms: Sequence[Window]) -> list[tuple[ran
     parts = max(1, min(16, threads // lanes))
     if parts > 1:
         return [(range(lane, lane + 1), part, parts) for lane in range(lanes) for part in range(parts)]
-    stream_bytes = sum(array.nbytes for array in rooms[0].rows.parts) // lanes
-    group = max(1, min(TASK_BYTES // max(1, stream_bytes), lanes * (len(rooms) - 1) // threads))
+    stream_bytes = sum(array.nbytes for array in rows.parts) // together // lanes
+    group = max(1, min(TASK_BYTES // max(1, stream_bytes), lanes * together * (rooms - 1) // threads, lanes))
     group = -(-lanes // -(-lanes // group))  # as even as can be
     return [(range(lane, min(lanes, lane + group)), 0, 1) for lane in range(0, lanes, group)]
 
 
-class WindowBatches:
-    """Batches out of windows in host memory."""
+def _count(lanes: Lanes) -> int:
+    """Windows of the order in an epoch."""
+    longest = max(lanes.order.stream_length(stream) for stream in (lanes.streams.start, lanes.streams.stop - 1))
+    return max(1, -(-longest // WINDOW_ROWS))
 
-    def __init__(self, source: Source, shards: Shards, lanes: Lanes, pool: Pool) -> None:
-        self._shards, self._lanes = shards, lanes
-        rooms = [Window(shards.empty(window_rows(lanes))) for _ in range(HELD)]
-        self._windows = Windows(source, lanes, pool, rooms)
 
-    @staticmethod
-    def memory_bytes(shards: Shards, lanes: Lanes) -> int:
-        """Bytes that streaming by windows holds."""
-        return HELD * window_rows(lanes) * shards.row_bytes
-
-    def batch(self, epoch: int, indices: range) -> Rows:
-        """The rows at own `indices` of `epoch`, copied."""
-        span = self._windows.span
-        parts = []
-        for window in range(indices.start // span, -(-indices.stop // span)):
-            first = window * span
-            begin, end = max(indices.start, first) - first, min(indices.stop, first + span) - first
-            held = self._windows.get(self._windows.number(epoch, first))
-            wanted = held.places[begin:end]
-            parts.append(held.rows.map(lambda array, wanted=wanted: array.take(wanted, axis=0)))
-        if len(parts) == 1:
-            return parts[0]
-        if not parts:
-            return self._shards.empty(0)
-        return Rows(*(np.concatenate(arrays) for arrays in zip(*(part.parts for part in parts), strict=True)))
-
-    def close(self) -> None:
-        """Stop reading ahead."""
-        self._windows.close()
+def room_rows(lanes: Lanes, row_bytes: int) -> int:
+    """Rows of as many windows of the order as should be treated as one."""
+    single = window_rows(lanes)
+    return single * max(1, min(ROOM_BYTES // max(1, single * row_bytes), _count(lanes)))
 
 
 def window_rows(lanes: Lanes) -> int:
-    """Rows of the arrays of one window."""
+    """Rows of the arrays of one window of the order."""
     return len(lanes.streams) * max(1, min(WINDOW_ROWS, lanes.order.stream_length(lanes.streams.start)))
-
-
-class Singles:
-    """Batch by batch, row by row: for rows so large that whole windows would not fit."""
-
-    AHEAD = 3
-
-    def __init__(self, shards: Shards, lanes: Lanes, pool: Pool) -> None:
-        self._shards, self._lanes, self._pool = shards, lanes, pool
-        self._queue: deque[tuple[tuple[int, range], Task]] = deque()
-
-    def batch(self, epoch: int, indices: range) -> Rows:
-        """The rows at own `indices` of `epoch`."""
-        if not self._queue or self._queue[0][0] != (epoch, indices):
-            self.close()
-            self._ask(epoch, indices)
-        _, task = self._queue.popleft()
-        rows = task.result()
-        self._read_ahead(epoch, indices)
-        return rows
-
-    def _ask(self, epoch: int, indices: range) -> None:
-        self._queue.append(((epoch, indices), self._pool.submit(self._read, epoch, indices)))
-
-    def _read(self, epoch: int, indices: range) -> Rows:
-        out = self._shards.empty(len(indices))
-        read_rows(self._shards, self._lanes.rows(epoch, indices), out)
-        return out
-
-    def _read_ahead(self, epoch: int, indices: range) -> None:
-        last = self._queue[-1][0] if self._queue else (epoch, indices)
-        while len(self._queue) < self.AHEAD:
-            epoch, stop = last[0], last[1].stop
-            if stop >= self._lanes.count:
-                epoch, stop = epoch + 1, 0
-            last = (epoch, self._lanes.of_batch(self._batch_of(stop)))
-            self._ask(*last)
-
-    def _batch_of(self, index: int) -> int:
-        return int(self._lanes.positions(np.array([index]))[0]) // self._lanes.order.batch
-
-    def close(self) -> None:
-        """Stop reading ahead."""
-        while self._queue:
-            self._queue.popleft()[1].cancelled = True

@@ -33,6 +33,14 @@ class Selection:
     missing: str = ""
 
 
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 class Table:
     """Turns columns of numbers into rows. `names`: the columns of the source; `where` names it in messages."""
 
@@ -118,9 +126,15 @@ class Table:
         except ValueError:
             if text.lower() in MISSING:
                 return np.nan
+        comma = text.count(",") > 0 and _is_number(text.replace(",", ""))
         raise DataError(
-            f"{where}, column `{self.names[column]}`: {text[:40]!r} is not a number; give its values in order with "
-            f"--category {self.names[column]}=first,second,… or leave the column out with --inputs"
+            f"{where}, column `{self.names[column]}`: {text[:40]!r} is not a number; "
+            + (
+                "write it with a decimal point and without separators of thousands"
+                if comma
+                else f"give its values in order with --category {self.names[column]}=first,second,… or leave the "
+                "column out with --inputs"
+            )
         )
 
     def rows(self, values: NDArray, numbers: Sequence[int], what: str = "row") -> Rows:

@@ -85,8 +85,8 @@ def _wider(a: Range, b: Range) -> Range:
     return min(a[0], b[0]), max(a[1], b[1])
 
 
-def judge(shards: Table, parts: Iterable[Found], layers: Sequence[int]) -> tuple[dict[str, str], int]:
-    """Path → what is wrong with its values, out of the findings of all ranks; and the largest class label."""
+def judge(shards: Table, parts: Iterable[Found], layers: Sequence[int]) -> tuple[dict[str, str], Range]:
+    """Path → what is wrong with its values, out of the findings of all ranks; and the range of the class labels."""
     problems: dict[str, str] = {}
     ranges: dict[tuple[str, str], Range] = {}
     for part in parts:
@@ -95,7 +95,7 @@ def judge(shards: Table, parts: Iterable[Found], layers: Sequence[int]) -> tuple
                 problems.setdefault(key[0], found)
             else:
                 ranges[key] = _wider(ranges.get(key, (None, None)), found)
-    largest = 0
+    labels: Range = (None, None)
     layouts = {(path, role): file[role] for path, file in zip(shards.paths, shards.files, strict=True) for role in file}
     for (path, role), (low, high) in ranges.items():
         layout = layouts[path, role]
@@ -103,14 +103,14 @@ def judge(shards: Table, parts: Iterable[Found], layers: Sequence[int]) -> tuple
             text = _outside(layout, low, high, math.inf, "sample weights must not be below 0")
         elif shards.labels:
             text = _labels(layout, low, high, layers)
-            largest = max(largest, high if high is not None and not text else 0)
+            labels = _wider(labels, (None, None) if text else (low, high))
         else:
             limit = LARGEST[shards.loss]
             allowed = "not be below 0" if limit == math.inf else f"be between 0 and {limit:g}"
             text = _outside(layout, low, high, limit, f"targets of {shards.loss} must {allowed}")
         if text:
             problems.setdefault(path, text)
-    return problems, largest
+    return problems, labels
 
 
 def _labels(layout: Layout, low: Any, high: Any, layers: Sequence[int]) -> str:
@@ -125,6 +125,8 @@ def _labels(layout: Layout, low: Any, high: Any, layers: Sequence[int]) -> str:
     if low >= 0 and high < classes:
         return ""
     expected = f"0 to {classes - 1} for the {classes} outputs of the network" if layers else "0 to C - 1"
+    if not layers and high >= LARGEST_CLASSES:
+        expected += f", of {LARGEST_CLASSES:,} classes at most"
     hint = "; labels that begin with 1 must be shifted" if low == 1 and high == classes else ""
     return f"{found}; expected {expected}{hint}"
 

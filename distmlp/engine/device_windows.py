@@ -44,7 +44,7 @@ class WindowRows:
 
     def __init__(self, feed: Feed, targets: Affine, own: OwnRows, ledger: Ledger, capability: int) -> None:
         self._feed, self._own, self._ledger = feed, own, ledger
-        self._rows = feed.window_rows()
+        self._rows = feed.room_rows()
         count, self._at_once, self._slots = _counts(feed, own)
         rooms = [_Room(Staging(feed, self._rows, targets)) for _ in range(count)]
         self._windows = feed.windows(rooms, lambda room, first, stop: room.staging.convert(first, stop), places=False)
@@ -72,7 +72,7 @@ class WindowRows:
     @staticmethod
     def bytes_needed(feed: Feed, own: OwnRows, outputs: int) -> tuple[int, int]:
         """Bytes on the host and on the device."""
-        rows = feed.window_rows()
+        rows = feed.room_rows()
         each = rows * (feed.shards.row_bytes + 4 * (outputs + 2))
         rooms, _, slots = _counts(feed, own)
         return rooms * each, slots * (each + 8 * rows)
@@ -98,17 +98,30 @@ class WindowRows:
         windows = self._windows
         self._needed = range(windows.number(epoch, first), windows.number(epoch, stop - 1) + 1)
         for number in self._needed:
-            started = perf_counter()
-            if number not in self._there:
-                windows.get(number)
-                self._send(number)
-            self._there[number].synchronize()  # here and not on the device alone, so that all waiting is counted
-            self._feed.wait_seconds += perf_counter() - started
+            self._bring(number)
             self._ledger.stream.wait_event(self._there[number])
             if number not in self._ordered:
                 self._order(number)
         begin = self._needed.start % self._slots * self._span
         return self._place, begin + bounds[:-1] - first // self._span * self._span
+
+    def _bring(self, number: int) -> None:
+        """Have a window on the device. Waiting counts from when the GPU has nothing else to do."""
+        if number not in self._there:
+            self._windows.ask(number)
+        while not self._ledger.stream.done and not (number in self._there and self._there[number].done):
+            if number not in self._there:
+                self._windows.read_on(number)
+                if self._windows.ready(number):
+                    self._send(number)
+                    continue
+            sleep(POLL_SECONDS)
+        started = perf_counter()
+        if number not in self._there:
+            self._windows.get(number)
+            self._send(number)
+        self._there[number].synchronize()  # here and not on the device alone, so that all waiting is counted
+        self._feed.wait_seconds += perf_counter() - started
 
     def launched(self) -> None:
         """The launch that reads what `prepare` gave is queued."""
@@ -150,23 +163,24 @@ class WindowRows:
         self._windows.drop(number, arrived)
 
     def _order(self, number: int) -> None:
-        """Queue the making of the index table of a window."""
+        """Queue the making of the index table of a window; full windows of the order fill as many rows as positions."""
         order, streams, windows = self._own.order, self._own.streams, self._windows
-        epoch, place = divmod(number, windows.count)
-        slot, index = number % self._slots, self._place.arena.address("index")
-        self._fill_window(
-            np.int64(order.rows), np.uint64(order.seed), np.int32(order.streams), np.int32(order.shuffle),
-            np.int32(streams.start), np.int32(len(streams)), np.uint32(epoch & 0xFFFFFFFF), np.int64(place),
-            np.int64(sum(map(len, windows.filled(number)))), np.int64(windows.stride), np.int64(slot * self._rows),
-            np.uint64(index + 4 * slot * self._span), np.uint64(index + 4 * (slot + self._slots) * self._span),
-        )  # fmt: skip
+        slot, index, epoch = number % self._slots, self._place.arena.address("index"), number // windows.count
+        for place, first in windows.parts(number):
+            at = 4 * (slot * self._span + first)
+            self._fill_window(
+                np.int64(order.rows), np.uint64(order.seed), np.int32(order.streams), np.int32(order.shuffle),
+                np.int32(streams.start), np.int32(len(streams)), np.uint32(epoch & 0xFFFFFFFF), np.int64(place),
+                np.int64(windows.size(place)), np.int64(windows.stride), np.int64(slot * self._rows + first),
+                np.uint64(index + at), np.uint64(index + at + 4 * self._slots * self._span),
+            )  # fmt: skip
         self._ordered.add(number)
 
 
 def _counts(feed: Feed, own: OwnRows) -> tuple[int, int, int]:
     """Windows in pinned memory, windows that one launch takes at most, windows on the device."""
-    window_bytes = feed.window_rows() * max(1, feed.shards.row_bytes)
+    window_bytes = feed.room_rows() * max(1, feed.shards.row_bytes)
     rooms = max(ROOMS[0], min(ROOMS[1], ROOM_BYTES // window_bytes))
     at_once = max(1, min(LAUNCH_WINDOWS, LAUNCH_BYTES // window_bytes))
-    touched = (max(1, own.largest_batch) + feed.window_rows() - 2) // feed.window_rows() + 1  # by one batch, at worst
+    touched = (max(1, own.largest_batch) + feed.room_rows() - 2) // feed.room_rows() + 1  # by one batch, at worst
     return rooms, at_once, touched - 1 + 2 * at_once

@@ -146,19 +146,34 @@ class FusedEngine:
     def _steps_at_once(self, rows: Placed, epoch: int, first: int, left: int) -> int:
         if self._reduction:
             return MAX_STEPS // (self._lanes.most if self._lanes else 1)
-        count = rows.steps_at_once(epoch, first, min(left, self._launch_steps, MAX_STEPS))
+        most = min(left, self._launch_steps, MAX_STEPS)
+        if not self._peers:
+            return most
+        count = rows.steps_at_once(epoch, first, most)
         return min(self._world.all_gather(count)) if self._uneven else count
 
     def _train_alone(self, rows: Placed, epoch: int, first: int, rates: NDArray) -> tuple[NDArray, bool]:
-        """All steps in one launch; their results (steps,) and whether to stop."""
-        started = perf_counter()
-        place, firsts = rows.prepare(epoch, range(first, first + len(rates)))
-        self._put_steps(first, rates, firsts)
-        self._state.train_steps(place.arguments, 0, len(rates), False)
-        rows.launched()
+        """All steps, or the first of them; their results and whether to stop.
+
+        Where rows are streamed these are several launches, each queued while the one before it runs: the GPU never
+        waits for the host between them.
+        """
+        started, done = perf_counter(), 0
+        while done < len(rates) and not (done and self._stop()):
+            count = rows.steps_at_once(epoch, first + done, len(rates) - done)
+            try:
+                place, firsts = rows.prepare(epoch, range(first + done, first + done + count))
+            except DistmlpError:
+                if not done:
+                    raise
+                break  # what has been queued counts; the next call comes to it again
+            self._put_steps(first + done, rates[done : done + count], firsts, done)
+            self._state.train_steps(place.arguments, done, done + count, False)
+            rows.launched()
+            done += count
         rows.meanwhile()
-        results = self._results(len(rates))
-        self._pace((perf_counter() - started) / len(rates))
+        results = self._results(done)
+        self._pace((perf_counter() - started) / done)
         return results, self._stop()
 
     def _pace(self, seconds: float) -> None:

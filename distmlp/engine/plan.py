@@ -13,6 +13,7 @@ from functools import cached_property
 from distmlp.engine.plan_bulk import plan_bulk
 from distmlp.engine.plan_chain import plan_chain
 from distmlp.engine.plan_narrow import plan_narrow
+from distmlp.engine.plan_passes import plan_passes
 from distmlp.engine.plan_resident import plan_resident
 from distmlp.engine.plan_sweep import plan_sweep
 from distmlp.engine.plan_task import Buffer, Device, SpecialPlan, Task, aligned
@@ -36,6 +37,7 @@ GENERAL = "wide"  # the kernel that takes any network
 # In the order of asking.
 PLANNERS: dict[str, Callable[[Task, Device], SpecialPlan | None]] = {
     "narrow": plan_narrow,
+    "passes": plan_passes,
     "sweep": plan_sweep,
     "chain": plan_chain,
     "resident": plan_resident,

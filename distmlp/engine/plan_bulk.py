@@ -1,4 +1,4 @@
-"""The bulk kernel: large networks on Hopper, tiles filled by bulk copies. Pure.
+"""The bulk kernel: large networks on Hopper in bf16 or tf32, tiles filled by bulk copies. Pure.
 
 The sums here are computed again in kernels/bulk_ring.cuh and bulk_store.cuh.
 """
@@ -19,12 +19,13 @@ MAX_SPLITS = 16
 THREADS, CONSUMER_WARPS = 384, 8
 CLUSTER = 2  # blocks, with tiles one above the other
 STATIC_BYTES = 2048  # that the kernel declares itself
-STAGING_BYTES = CONSUMER_WARPS * 2 * 2048
+STAGING_BYTES = {"bf16": CONSUMER_WARPS * 2 * 2048, "tf32": CONSUMER_WARPS * 2 * 1024}
+BLOCK_COLUMNS = {"bf16": 64, "tf32": 32}  # of a matrix: 128 bytes
 
 # Clocks of a multiprocessor, of an H200: the product of a stage 64 columns wide, bytes a clock that come in from L2,
-# what a tile and 64 columns of its results take besides, what a tile waits for those before it where all run at once,
-# and what handing over a share of the batch costs.
-_PRODUCT, _BYTES, _TILE, _RESULTS, _LATENCY, _SHARE = 256, 28, 600, 400, 2500, 3000
+# what a tile and a block of columns of its results take besides, what a tile waits for those before it where all run
+# at once.
+_PRODUCT, _BYTES, _TILE, _RESULTS, _LATENCY = 256, 28, 600, 400, 2500
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class BulkPlan:
 
     widths: tuple[int, ...]
     rows: int  # that the matrices have
+    precision: str
     raw_type: str
     blocks: int
     n: int  # columns of a tile, forward and backward
@@ -49,7 +51,7 @@ class BulkPlan:
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * stage_bytes(max(self.n, self.gradient_n)) + STAGING_BYTES + 16 * self.stages
+        return self.stages * (stage_bytes(max(self.n, self.gradient_n)) + 16) + STAGING_BYTES[self.precision]
 
     def macros(self) -> dict[str, str]:
         return {
@@ -64,15 +66,15 @@ class BulkPlan:
     def buffers(self) -> tuple[Buffer, ...]:
         pairs = list(pairwise(self.widths))
         row_blocks, phases = self.rows // TILE_M, 2 * len(pairs) - 1
-        outputs = sum(aligned(fan_out, 64) for _, fan_out in pairs)
-        widest = max(self.n, self.gradient_n)
-        weights = sum(aligned(fan_in, widest) * aligned(fan_out, 64) for fan_in, fan_out in pairs)
+        columns = BLOCK_COLUMNS[self.precision]
+        outputs = sum(self._batch_bytes(fan_out) for _, fan_out in pairs)
+        weights = sum(self._weight_bytes(fan_in, fan_out) for fan_in, fan_out in pairs)
         tiles = CLUSTER * sum(-(-i // (CLUSTER * TILE_M)) * -(-o // self.gradient_n) for i, o in pairs)
         shares = tiles * self.splits if self.splits > 1 else self.blocks
         return (
-            Buffer("bulk_rows", 4 * self.rows * (aligned(self.widths[0], 64) + outputs)),
-            Buffer("bulk_weights", 2 * weights),
-            Buffer("bulk_sums", 4 * self.rows // 16 * outputs),
+            Buffer("bulk_rows", 2 * (self._batch_bytes(self.widths[0]) + outputs)),
+            Buffer("bulk_weights", weights),
+            Buffer("bulk_sums", 4 * self.rows // 16 * sum(aligned(fan_out, columns) for _, fan_out in pairs)),
             Buffer("bulk_signs", row_blocks * sum(-(-o // self.n) for _, o in pairs) * TILE_M * self.n // 8),
             Buffer("bulk_losses", 8 * row_blocks * -(-self.widths[-1] // self.n) * CONSUMER_WARPS),
             Buffer("bulk_row_weights", 8 * 2 * (self.rows // 32)),
@@ -80,30 +82,46 @@ class BulkPlan:
             Buffer("bulk_words", 4 * (8 + 2 * phases * row_blocks + tiles), zeroed=True),
         )
 
+    def _batch_bytes(self, columns: int) -> int:
+        """Of inputs, outputs or errors; in tf32 a transpose."""
+        if self.precision == "tf32":
+            return self._blocked_bytes(aligned(columns, CLUSTER * TILE_M), self.rows)
+        return self._blocked_bytes(self.rows, columns)
+
+    def _weight_bytes(self, fan_in: int, fan_out: int) -> int:
+        """Of the copy of a layer's weights and, in tf32, of their transpose."""
+        transpose = self._blocked_bytes(aligned(fan_out, CLUSTER * TILE_M), fan_in) if self.precision == "tf32" else 0
+        return self._blocked_bytes(aligned(fan_in, max(self.n, self.gradient_n)), fan_out) + transpose
+
+    def _blocked_bytes(self, rows: int, columns: int) -> int:
+        return rows * -(-columns // BLOCK_COLUMNS[self.precision]) * 128
+
 
 def plan_bulk(task: Task, device: Device) -> BulkPlan | None:
     """The launch for `task`, or None where the device is another or a tile has not all classes."""
     widths, rows = task.network.widths, max(1, task.rows)
     pairs = list(pairwise(widths))
-    if task.precision != "bf16" or device.capability != CAPABILITY or len(pairs) > MAX_LAYERS:
+    if task.precision not in BLOCK_COLUMNS or device.capability != CAPABILITY or len(pairs) > MAX_LAYERS:
         return None
     blocks = device.multiprocessors // CLUSTER * CLUSTER
     least = aligned(widths[-1], 64) if task.loss == "softmax_cross_entropy" else 64  # whole rows of classes
     fitting = [n for n in WIDTHS_OF_TILES if n >= least]
     if not fitting:
         return None
-    n = min(fitting, key=lambda n: chain_clocks(pairs, rows, n, blocks))
+    block = BLOCK_COLUMNS[task.precision]
+    n = min(fitting, key=lambda n: chain_clocks(pairs, rows, n, blocks, block))
     gradient_n, splits = min(
         ((n, splits) for n in WIDTHS_OF_TILES for splits in range(1, MAX_SPLITS + 1)),
-        key=lambda choice: gradient_clocks(pairs, rows, choice[0], choice[1], blocks),
+        key=lambda choice: gradient_clocks(pairs, rows, choice[0], choice[1], blocks, block),
     )
-    room = device.shared_bytes - STATIC_BYTES - STAGING_BYTES
+    room = device.shared_bytes - STATIC_BYTES - STAGING_BYTES[task.precision]
     stages = min(8, room // (stage_bytes(max(n, gradient_n)) + 16))
     if stages < 3:
         return None
     return BulkPlan(
         widths,
         aligned(rows, CLUSTER * TILE_M),
+        task.precision,
         task.raw_type,
         blocks,
         n,
@@ -123,22 +141,22 @@ def stage_clocks(n: int) -> float:
     return max(_PRODUCT * n / 64, (TILE_M + n / CLUSTER) * 128 / _BYTES)
 
 
-def chain_clocks(pairs: Sequence[tuple[int, int]], rows: int, n: int, blocks: int) -> float:
+def chain_clocks(pairs: Sequence[tuple[int, int]], rows: int, n: int, blocks: int, block: int) -> float:
     """Estimated time of all forward and backward tiles with `n` columns."""
     row_blocks = CLUSTER * -(-rows // (CLUSTER * TILE_M))
     clocks = 0.0
     for depth, columns in [*pairs, *((fan_out, fan_in) for fan_in, fan_out in pairs[1:])]:
         tiles = row_blocks * -(-columns // n)
-        a_tile = _TILE + -(-depth // 64) * stage_clocks(n) + _RESULTS * n / 64
+        a_tile = _TILE + -(-depth // block) * stage_clocks(n) + _RESULTS * n / block
         rounds = tiles / blocks
         clocks += a_tile * max(rounds, 1.0) + (_LATENCY if rounds < 2 else 0.0)
     return clocks
 
 
-def gradient_clocks(pairs: Sequence[tuple[int, int]], rows: int, n: int, splits: int, blocks: int) -> float:
+def gradient_clocks(pairs: Sequence[tuple[int, int]], rows: int, n: int, splits: int, blocks: int, block: int) -> float:
     """Estimated time of all weight gradients with tiles of `n` columns and the batch in `splits` shares."""
     tiles = CLUSTER * sum(-(-fan_in // (CLUSTER * TILE_M)) * -(-fan_out // n) for fan_in, fan_out in pairs)
-    stages = -(-rows // 64)
-    share = -(-stages // splits) * stage_clocks(n) + _TILE + (_SHARE if splits > 1 else 0)
+    stages = -(-rows // block)
+    share = -(-stages // splits) * stage_clocks(n) + _TILE + (TILE_M * n * 8 / _BYTES if splits > 1 else 0)
     update = 8.0 * _RESULTS * n / 64 / splits
     return -(-tiles * splits // blocks) * (share + update)

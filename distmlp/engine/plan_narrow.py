@@ -81,7 +81,7 @@ class NarrowPlan:
     @property
     def chunks(self) -> int:
         """Pieces of the parameters, padding included, that blocks add up and update: weights, then biases."""
-        biases = sum(_padded(width) for width in self.widths[1:])
+        biases = sum(padded(width) for width in self.widths[1:])
         return 4 * sum(item.columns for item in self.items) + -(-biases // CHUNK)
 
     @property
@@ -112,56 +112,62 @@ def plan_narrow(task: Task, device: Device) -> NarrowPlan | None:
         return None
     for chains in (2, 1) if rows > 64 * multiprocessors else (1, 2):  # a small batch spreads over more blocks
         shared = _shared_bytes(widths, chains, groups=2)
-        items = _share_items(widths, groups=2)
-        if shared <= device.shared_bytes and items is not None:
+        items = share_items(widths, 2, range(len(widths) - 1))
+        load = max(item.offset + item.floats for item in items)
+        if shared <= device.shared_bytes and load <= sums_limit(widths):
             tiles = -(-rows // (64 * chains))
             turns = -(-tiles // multiprocessors)
             plan = NarrowPlan(
-                widths, activations, chains, 2, 0, items, shared, IMAGES * _image_bytes(widths), task.updates_directly
+                widths, activations, chains, 2, 0, items, shared, IMAGES * image_bytes(widths), task.updates_directly
             )
             return replace(plan, blocks=min(multiprocessors, max(-(-tiles // turns), plan.chunks)))
     return None
 
 
-def _padded(width: int) -> int:
+def padded(width: int) -> int:
     return -(-width // 16) * 16
 
 
-def _columns(width: int) -> int:
-    return _padded(width) // 8
+def columns(width: int) -> int:
+    return padded(width) // 8
 
 
-def _out_major(widths: Sequence[int], layer: int) -> bool:
+def out_major(widths: Sequence[int], layer: int) -> bool:
     """A few outputs are cheaper as columns; only the last layer's bias can then be summed elsewhere."""
-    return not (layer == len(widths) - 2 and _padded(widths[-1]) <= 32)
+    return not (layer == len(widths) - 2 and padded(widths[-1]) <= 32)
 
 
-def _share_items(widths: Sequence[int], groups: int) -> tuple[Item, ...] | None:
-    """Gradients over warpgroups, the largest first to whoever has least. None where registers do not suffice."""
+def sums_limit(widths: Sequence[int]) -> int:
+    """Floats that a thread may keep for weight gradients."""
+    return next(limit for width, limit in _SUM_LIMITS if padded(max(widths)) <= width)
+
+
+def share_items(widths: Sequence[int], groups: int, layers: Sequence[int]) -> tuple[Item, ...]:
+    """Gradients of `layers` over warpgroups, the largest first to whoever has least."""
     parts = []
-    for layer, (fan_in, fan_out) in enumerate(pairwise(widths)):
-        out_major = _out_major(widths, layer)
-        rows, floats = (fan_out, 4 * (_columns(fan_in) + 1)) if out_major else (fan_in, 4 * _columns(fan_out))
-        parts += [(floats, layer, block, out_major) for block in range(-(-_padded(rows) // 64))]
+    for layer in layers:
+        fan_in, fan_out = widths[layer : layer + 2]
+        by_output = out_major(widths, layer)
+        rows, floats = (fan_out, 4 * (columns(fan_in) + 1)) if by_output else (fan_in, 4 * columns(fan_out))
+        parts += [(floats, layer, block, by_output) for block in range(-(-padded(rows) // 64))]
     load, items = [0] * groups, []
-    for floats, layer, block, out_major in sorted(parts, key=lambda part: -part[0]):
+    for floats, layer, block, by_output in sorted(parts, key=lambda part: -part[0]):
         group = load.index(min(load))
-        items.append(Item(layer, block, out_major, group, load[group], floats))
+        items.append(Item(layer, block, by_output, group, load[group], floats))
         load[group] += floats
-    limit = next(limit for width, limit in _SUM_LIMITS if _padded(max(widths)) <= width)
-    return tuple(items) if max(load) <= limit else None
+    return tuple(items)
 
 
-def _image_bytes(widths: Sequence[int]) -> int:
+def image_bytes(widths: Sequence[int]) -> int:
     pairs = list(pairwise(widths))
-    return sum(_columns(i) * _columns(o) * BLOCK_BYTES for i, o in pairs) + sum(4 * _padded(o) for _, o in pairs)
+    return sum(columns(i) * columns(o) * BLOCK_BYTES for i, o in pairs) + sum(4 * padded(o) for _, o in pairs)
 
 
 def _shared_bytes(widths: Sequence[int], chains: int, groups: int) -> int:
     row_blocks, layers = 8 * chains, len(widths) - 1
-    at = -(-_image_bytes(widths) // 128) * 128
-    at += sum(row_blocks * (_columns(widths[i]) + _out_major(widths, i)) * BLOCK_BYTES for i in range(layers))
-    at += sum(row_blocks * _columns(w) * BLOCK_BYTES for w in widths[1:])
+    at = -(-image_bytes(widths) // 128) * 128
+    at += sum(row_blocks * (columns(widths[i]) + out_major(widths, i)) * BLOCK_BYTES for i in range(layers))
+    at += sum(row_blocks * columns(w) * BLOCK_BYTES for w in widths[1:])
     at += 8 * BLOCK_BYTES
-    at += 4 * groups * (128 + 4 + _padded(widths[-1])) * 4 + 64
-    return at + 3 * (_padded(widths[0]) + _padded(widths[-1])) * 4
+    at += 4 * groups * (128 + 4 + padded(widths[-1])) * 4 + 64
+    return at + 3 * (padded(widths[0]) + padded(widths[-1])) * 4

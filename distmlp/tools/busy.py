@@ -90,8 +90,8 @@ def forecast(run: Path, patterns: Sequence[str], overrides: Sequence[str] = ()) 
 def _reading(feed: Feed) -> float:
     """Rows a second, in training order, as they lie in memory: what a GPU is fed with."""
     count, started = 0, time.perf_counter()
-    if feed.fits_memory(2 * feed.window_rows() * feed.shards.row_bytes):
-        rooms = [Window(feed.shards.empty(feed.window_rows())) for _ in range(2)]
+    if feed.fits_memory(2 * feed.room_rows() * feed.shards.row_bytes):
+        rooms = [Window(feed.shards.empty(feed.room_rows())) for _ in range(2)]
         windows, number = feed.windows(rooms, lambda window, first, stop: None, places=False), 0
         started = time.perf_counter()
         while time.perf_counter() - started < READ_SECONDS:

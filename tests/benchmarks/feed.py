@@ -1,19 +1,20 @@
 """How fast rows come from files in the page cache to the GPU, and what that leaves of the speed of training.
 
-    python tests/benchmarks/feed.py --compile
-    python tests/benchmarks/feed.py --out tests/benchmarks/results/h200-feed.json [--folder DIR] [--scale S]
+    python tests/benchmarks/feed.py --prepare --folder DIR
+    python tests/benchmarks/feed.py --folder DIR --out tests/benchmarks/results/h200-feed.json [--scale S]
 
 `rates`, in GB/s of inputs and targets: one thread of `h5py` into host memory; all rows as they lie into device memory,
 as at the start of a run whose rows fit there (`resident`); an epoch in training order, window by window, unshuffled
 (`streamed`) and shuffled; of compressed rows also where decoded chunks do not stay in memory, and with `data.scratch`.
-`training`: samples a second with rows resident and streamed. `limited`: a run whose data is
-larger than the memory it is told of, in a process of its own. `loader`: a PyTorch DataLoader over h5py
-(`feed_loader.py`). Every figure is told as it comes, and the results file is written anew after each.
+`training`: samples a second with rows resident and streamed. `larger`: a run whose data is larger than the memory of
+GPU and host together, in a process of its own: the same shards under so many names. `loader`: a PyTorch DataLoader
+over h5py (`feed_loader.py`). Every figure is told as it comes, and the results file is written anew after each.
 """
 
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import os
 import platform
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
@@ -41,10 +43,15 @@ LAYOUTS = (  # name, rows, columns, options of h5py
     ("contiguous, 784 columns", 1_000_000, FEATURES, {}),
     ("contiguous, 64 columns", 4_000_000, 64, {}),
     ("chunks of 256 rows, 784 columns", 1_000_000, FEATURES, {"chunks": 256}),
-    ("gzip, chunks of 256 rows, 784 columns", 250_000, FEATURES, GZIP),
+    ("gzip, chunks of 256 rows, 784 columns", 160_000, FEATURES, GZIP),
 )
-NETWORKS = ([784, 2048, 2048, 2048, 1], [784, 4096, 4096, 1], [784, 4096, 4096, 4096, 1])
-BUDGET = 1_500_000_000  # bytes of host and of device memory that the limited run is told of
+WIDE, NARROW = 0, 1  # of them
+NETWORKS = (  # layout, layers
+    (WIDE, [784, 4096, 4096, 1]),
+    (WIDE, [784, 4096, 4096, 4096, 1]),
+    (NARROW, [64, 512, 512, 512, 1]),
+)
+LARGER_SECONDS = 0.6  # of training between two looks at the memory held
 T0 = time.monotonic()
 
 
@@ -73,7 +80,7 @@ def compile_all() -> None:
     from distmlp.engine.plan_task import Device, Task
 
     device, jobs = Device(*describe_device()), {("order.cu", ()): ("order.cu", {}, 0)}
-    for layers in NETWORKS:
+    for _, layers in NETWORKS:
         config = settings("rows.h5", layers, "auto")
         slots = slot_names(config.optimizer.name)
         task = Task(
@@ -89,12 +96,15 @@ def compile_all() -> None:
 
 
 def make_files(folder: Path, scale: float) -> list[tuple[str, str, int, int]]:
-    """The shards of every layout, written side by side; (name, pattern, rows, columns)."""
+    """The shards of every layout, written side by side unless they are there; (name, pattern, rows, columns)."""
     made, jobs = [], []
     for number, (name, rows, columns, options) in enumerate(LAYOUTS):
         each = max(BATCH, int(rows * scale) // SHARDS)
-        jobs += [(folder / f"{number}-{shard}.h5", each, columns, options) for shard in range(SHARDS)]
-        made.append((name, str(folder / f"{number}-*.h5"), each * SHARDS, columns))
+        paths = [folder / f"{number}-{shard}.h5" for shard in range(SHARDS)]
+        jobs += [(path, each, columns, options) for path in paths if not path.exists()]
+        made.append((name, str(folder / f"{number}-?.h5"), each * SHARDS, columns))
+    if not jobs:
+        return made
     with ProcessPoolExecutor(min(16, len(os.sched_getaffinity(0))), get_context("fork")) as pool:
         list(pool.map(write, *zip(*jobs, strict=True)))
     return made
@@ -153,7 +163,7 @@ class Arrivals:
 def rates(name: str, pattern: str, rows: int, columns: int, readers: int) -> dict[str, Any]:
     """GB/s of one layout."""
     row: dict[str, Any] = {"layout": name, "bytes": rows * 4 * (columns + 1)}
-    one = Path(pattern.replace("*", "0"))
+    one = Path(pattern.replace("?", "0"))
     row["h5py"] = timed(lambda: with_h5py(one, columns), row["bytes"] // SHARDS, 2)
     say(row)
     ways = [("resident", False, ""), ("streamed", False, ""), ("streamed_shuffled", True, "")]
@@ -200,48 +210,63 @@ def close(engine: FusedEngine) -> None:
     engine.close()
 
 
-def training(pattern: str, layers: list[int], readers: int) -> dict[str, Any]:
+def training(layout: str, pattern: str, layers: list[int], readers: int) -> dict[str, Any]:
     """Samples a second, resident and streamed, and the share of time waiting for data."""
-    row: dict[str, Any] = {"layers": layers, "batch": BATCH}
+    row: dict[str, Any] = {"layout": layout, "layers": layers, "batch": BATCH}
     for place in ("device", "stream"):
         engine = open_fused(pattern, layers, place, readers)
         train(engine, 0)
-        speed, waited = max(train(engine, epoch) for epoch in (1, 2))
+        speed, waited = max(train(engine, epoch) for epoch in (1, 2, 3))
         row[f"{place}_samples_per_second"] = round(speed)
         row["wait_share"] = round(waited, 4)
         row["kernel"] = engine.plan.special.name if engine.plan.special else "general"
         close(engine)
         say(row)
-    row["needs_gigabytes_per_second"] = round(row["device_samples_per_second"] * 4 * (FEATURES + 1) / 1e9, 2)
+    row["needs_gigabytes_per_second"] = round(row["device_samples_per_second"] * 4 * (layers[0] + layers[-1]) / 1e9, 2)
     row["streamed_of_resident"] = round(row["stream_samples_per_second"] / row["device_samples_per_second"], 4)
     return row
 
 
-def limited(pattern: str, layers: list[int], readers: int) -> dict[str, Any]:
-    """A run told of less memory than its data takes, in this process: what it holds after one epoch and after five."""
-    from distmlp.data import feed as feeds
-    from distmlp.engine import fused_setup
+def larger(pattern: str, layers: list[int], readers: int) -> dict[str, Any]:
+    """A run on more rows than GPU and host can hold together, in this process: what it holds as it goes on."""
+    import cupy
 
-    feeds.available_bytes = lambda: BUDGET  # type: ignore[assignment]
-    fused_setup.fits_device = lambda needed: needed <= BUDGET
-    before = resident_bytes()
-    engine = open_fused(pattern, layers, "auto", readers)
-    held = []
-    for epoch in range(5):
-        speed, _ = train(engine, epoch)
-        held.append(resident_bytes())
-    found = {
-        "data_bytes": engine._feed.resident_bytes(), "budget_bytes": BUDGET, "placed": engine._rows.about,  # type: ignore
-        "rss_before_bytes": before, "rss_after_epochs_bytes": held, "samples_per_second": round(speed),
-    }  # fmt: skip
-    close(engine)
+    from distmlp.data.memory import available_bytes
+
+    free, total = cupy.cuda.runtime.memGetInfo()
+    host = available_bytes()
+    with tempfile.TemporaryDirectory(dir=Path(pattern).parent) as folder:
+        shards = sorted(glob.glob(pattern))
+        for number in range(int(1.1 * (total + host) / sum(map(os.path.getsize, shards))) + 1):
+            for shard in shards:
+                os.link(shard, Path(folder) / f"{number:05d}-{Path(shard).name}")
+        started = time.perf_counter()
+        engine = open_fused(f"{folder}/*.h5", layers, "auto", readers)
+        opened = time.perf_counter() - started
+        order, held, first = engine._feed.order, [], 0  # type: ignore[union-attr]
+        for _ in range(5):
+            started, before = time.perf_counter(), first
+            while time.perf_counter() - started < LARGER_SECONDS and first + 256 <= order.batches_per_epoch:
+                engine.train(0, first, np.full(256, 1e-4))
+                first += 256
+            rows = (first - before) * BATCH
+            speed = rows / (time.perf_counter() - started)
+            held.append(memory("/proc/self/status", "VmRSS"))
+        found = {
+            "data_bytes": engine._feed.resident_bytes(), "files": len(os.listdir(folder)),  # type: ignore[union-attr]
+            "gpu_free_bytes": free, "host_free_bytes": host, "placed": engine._rows.about,  # type: ignore
+            "layers": layers, "open_seconds": round(opened, 2), "rows_trained": first * BATCH,
+            "rss_bytes": held, "rss_peak_bytes": memory("/proc/self/status", "VmHWM"),
+            "gpu_bytes": total - cupy.cuda.runtime.memGetInfo()[0], "samples_per_second": round(speed),
+        }  # fmt: skip
+        close(engine)
     return found
 
 
-def resident_bytes() -> int:
-    """VmRSS of this process, which holds the CUDA context too."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+def memory(path: str, name: str) -> int:
+    """A figure of the kernel's, in bytes."""
+    lines = Path(path).read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def apart(what: str, *arguments: str) -> subprocess.Popen[str]:
@@ -279,39 +304,44 @@ def main() -> None:
     made.add_argument("--out", type=Path, default=Path("h200-feed.json"))
     made.add_argument("--readers", type=int, default=16)
     made.add_argument("--scale", type=float, default=1.0, help="of the rows")
-    made.add_argument("--folder", type=Path, default=None, help="on a file system that keeps them in memory")
-    made.add_argument("--compile", action="store_true", help="only fill the cache of kernels")
-    made.add_argument("--limited", default="", help=argparse.SUPPRESS)
+    made.add_argument("--folder", type=Path, help="on a file system that keeps them in memory; for files that stay")
+    made.add_argument("--prepare", action="store_true", help="only fill the cache of kernels, and write the files")
+    made.add_argument("--larger", default="", help=argparse.SUPPRESS)
     options = made.parse_args()
-    if options.compile:
-        return compile_all()
-    if options.limited:
+    if options.larger:
         sys.stdin.readline()
-        print(json.dumps(limited(options.limited, NETWORKS[1], options.readers)))
-        return None
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        print(json.dumps(larger(options.larger, NETWORKS[0][1], options.readers)))
+        return
+    with nullcontext(options.folder) if options.folder else tempfile.TemporaryDirectory() as folder:
         files = make_files(Path(folder), options.scale)
         say("files written")
-        wide = files[0][1]
-        out = {**about(options.readers), "rates": [], "training": []}
+        if options.prepare:
+            compile_all()
+            return
+        measure(files, options.readers, options.out)
 
-        def keep() -> None:
-            options.out.write_text(json.dumps(out, indent=1) + "\n")
 
-        for name, pattern, rows, columns in files:
-            out["rates"].append(rates(name, pattern, rows, columns, options.readers))
-            keep()
-        for layers in NETWORKS:
-            out["training"].append(training(wide, layers, options.readers))
-            keep()
-        loader = apart("feed_loader.py", wide.replace("*", "0"), str(BATCH), str(min(16, options.readers)), "2")
-        out["limited"] = result_of(apart("feed.py", "--limited", wide, "--readers", str(options.readers)), 30)
-        say(out["limited"])
+def measure(files: list[tuple[str, str, int, int]], readers: int, out: Path) -> None:
+    """All figures, the most wanted first."""
+    wide = files[WIDE][1]
+    found = {**about(readers), "rates": [], "training": []}
+
+    def keep() -> None:
+        out.write_text(json.dumps(found, indent=1) + "\n")
+
+    for name, pattern, rows, columns in files:
+        found["rates"].append(rates(name, pattern, rows, columns, readers))
         keep()
-        out["loader"] = result_of(loader, 40)
-        say(out["loader"])
+    for layout, layers in NETWORKS:
+        found["training"].append(training(*files[layout][:2], layers, readers))
         keep()
-    return None
+    loader = apart("feed_loader.py", wide.replace("?", "0"), str(BATCH), str(min(16, readers)), "2")
+    found["larger"] = result_of(apart("feed.py", "--larger", wide, "--readers", str(readers)), 30)
+    say(found["larger"])
+    keep()
+    found["loader"] = result_of(loader, 40)
+    say(found["loader"])
+    keep()
 
 
 if __name__ == "__main__":

@@ -180,6 +180,7 @@ def main(arguments: list[str]) -> None:
         text = made = accuracy_table(record)
     elif path.stem.endswith("-feed"):
         text, made = feed_report.feed_table(record), feed_report.summary(record)
+        feed_report.chart(record, path)
     else:
         text = table(record)
         main_table = path.stem.endswith("-step")

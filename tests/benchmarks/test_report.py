@@ -82,14 +82,17 @@ def test_the_feed_is_told_in_tables_and_a_sentence() -> None:
     record = {
         "device": "GPU", "driver": 1, "cores": 16, "readers": 16, "date": "2026-11-30",
         "rates": [{**rates, "streamed_shuffled": 22.0}], "training": [network, fast],
-        "limited": {
-            "data_bytes": 3e9, "budget_bytes": 1.5e9, "placed": "rows streamed", "rss_after_epochs_bytes": [2e9, 2e9],
+        "larger": {
+            "data_bytes": 400e9, "files": 1000, "gpu_free_bytes": 140e9, "host_free_bytes": 200e9, "gpu_bytes": 3e9,
+            "rss_bytes": [2e9, 2.01e9], "rss_peak_bytes": 2.5e9, "rows_trained": 20e6, "samples_per_second": 3000000,
+            "layers": [784, 64, 1],
         },
         "loader": {"workers": 16, "torch": "2.11", "rows": 100000, "slices": 1000000},
     }  # fmt: skip
     text = feed_table(record)
     assert "| contiguous, 784 columns | 3.00 | 21.00 | 25.00 | 22.00 | 0.88 |" in text
     assert "| 784-64-1 | 8192 | 9.0 | 3,000,000 | 2,970,000 | 99.0% | 0.4% |" in text
-    assert "2.00 GB resident set after the first epoch, 2.00 GB after 2 epochs" in text
+    assert "340 GB free" in text
+    assert "has 2.01 GB (after a fifth of them 2.00; most at any time 2.50)" in text
     assert "0.31 GB/s shuffled row by row, 3.14 GB/s by whole batches" in text
     assert "train at 99.0% or more" in feed_summary(record)  # the fast one needs more than the files give

@@ -27,15 +27,21 @@ def originals(folder: Path) -> list[Path]:
         "scaleoffset": ("earliest", {"chunks": (300, 12), "scaleoffset": 3}, {"chunks": (300,), "scaleoffset": 0}),
     }
     paths = []
-    for name, (version, options, target_options) in kinds.items():
+    for number, (name, (version, options, target_options)) in enumerate(kinds.items()):
         path = folder / f"{name}.h5"
         with h5py.File(path, "w", libver=version) as file:
             file.create_dataset("real/inputs", data=inputs, **options)
             file["inputs"] = h5py.SoftLink("/real/inputs")
             file.create_dataset("targets", data=targets, **target_options)
             file["inputs"].attrs["unit"] = "metre"
-            for number in range(12 if "latest" in version else 2):
-                file.create_group(f"more{number}")
+            columns = [f"column {k}" for k in range(FEATURES)]
+            file["inputs"].attrs["columns"] = columns if number % 2 else np.array(columns, "S")
+            if number % 3 == 0:
+                file["scale"] = np.array(columns, "S")
+                file["scale"].make_scale("names")
+                file["real/inputs"].dims[1].attach_scale(file["scale"])
+            for more in range(12 if "latest" in version else 2):
+                file.create_group(f"more{more}")
         paths.append(path)
     return paths
 

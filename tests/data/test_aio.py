@@ -22,13 +22,17 @@ def content(tmp_path):
     os.close(handle)
 
 
-@pytest.fixture(params=["in one call", "one by one"])
+@pytest.fixture(params=["kernel", "library", "one by one"])
 def way(request, monkeypatch):
-    """Both ways; a system without glibc has one."""
-    if request.param == "one by one":
-        monkeypatch.setattr(aio, "_lio_listio", None)
-    elif aio._lio_listio is None:
-        pytest.skip("no glibc")
+    """All ways; not every system has them all."""
+    if request.param != "kernel":
+        monkeypatch.setattr(aio, "_syscall", None)
+        if request.param == "one by one":
+            monkeypatch.setattr(aio, "_lio_listio", None)
+        elif aio._lio_listio is None:
+            pytest.skip("no glibc")
+    elif aio._syscall is None or not aio._Context().number:
+        pytest.skip("no Linux, or it gives no context")
 
 
 @pytest.mark.parametrize("count", [1, 4, 300])

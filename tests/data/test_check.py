@@ -78,7 +78,7 @@ def test_unwritten_and_checksummed_datasets_are_told(tmp_path):
         file.create_dataset("inputs", (10, 2), "f4")
         file.create_dataset("targets", (10, 0), "f4")
     file = check(str(tmp_path / "a.h5"), targets="").files[0]
-    assert file.datasets[0].layout == "never written, all fill value"
+    assert file.datasets[0].layout == "never written, reads as 0"
     assert check(str(tmp_path / "a.h5")).problems
 
 

@@ -62,6 +62,25 @@ def test_names_categories_weights_and_quotes(tmp_path, delimiter):
     assert held["sample_weights"].tolist() == [1, 0.5, 2]
 
 
+@pytest.mark.parametrize("delimiter", [" ", ",", "   "])
+@pytest.mark.parametrize("header", ["", "a b y", "made by hand"])
+def test_what_numpy_saves_as_text(tmp_path, delimiter, header):
+    values = np.arange(12).reshape(4, 3) / 4
+    named = header.replace(" ", ",") if delimiter == "," else header
+    np.savetxt(tmp_path / "a.txt", values, delimiter=delimiter, header=f"first line\n{named}" if header else "")
+    convert([tmp_path / "a.txt"], tmp_path / "o.h5", selection=Selection(targets="y" if header == "a b y" else "0"))
+    held, target = content(tmp_path / "o.h5"), 2 if header == "a b y" else 0
+    np.testing.assert_array_equal(held["targets"][:, 0], values[:, target])
+    np.testing.assert_array_equal(held["inputs"], np.delete(values, target, axis=1))
+
+
+def test_blanks_around_names_and_categories(tmp_path):
+    source = csv(tmp_path, " size  kind y\n 1.5   red  2 \n\n 2     NA   3\n")
+    selection = Selection(categories={"kind": ["green", "red"]}, missing="-1")
+    convert([source], tmp_path / "o.h5", selection=selection)
+    assert content(tmp_path / "o.h5")["inputs"].tolist() == [[1.5, 1], [2, -1]]
+
+
 def test_compressed_csv_and_column_numbers(tmp_path):
     with gzip.open(tmp_path / "a.csv.gz", "wt") as file:
         file.write("7,1,2\n8,3,4\n")
@@ -96,7 +115,9 @@ def test_missing_values(tmp_path):
         ("a\n1\n", {}, "no column is left for the inputs"),
         ("a,b\n1,2.5\n", {"labels": True}, "class label 2.5 is not a whole number"),
         ('a,b\n1,"2\n', {}, "quotation mark is never closed"),
+        ("a;b\n1,5;2\n", {}, "line 2, column `a`: '1,5' is not a number; write it with a decimal point"),
         ("", {}, "is empty"),
+        ("# by hand\n#\n", {}, "is empty"),
         ("a,b\n", {}, "no row came out"),
     ],
 )
@@ -214,6 +235,9 @@ def test_parquet(tmp_path):
     parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"row 0, column `c`: 'u' is not a number"):
         convert([tmp_path / "a.parquet"], tmp_path / "o.h5")
+    parquet.write_table(pyarrow.table({"a": [[1.0, 2.0]], "b": [1.0]}), tmp_path / "n.parquet")
+    with pytest.raises(DataError, match=r"column `a` holds list<.*>, expected a number in every row; spread it"):
+        convert([tmp_path / "n.parquet"], tmp_path / "o.h5")
     selection = Selection(categories={"c": ["u", "v"]}, missing="drop")
     assert convert([tmp_path / "a.parquet"], tmp_path / "o.h5", selection=selection).dropped == 1
     held = content(tmp_path / "o.h5")

@@ -6,7 +6,7 @@ import threading
 import h5py
 import numpy as np
 import pytest
-from data.samples import alone, at, open_shards, write_ids, write_shard
+from data.samples import SOFTMAX, alone, at, open_shards, write_ids, write_shard
 from data.test_reader import damage_chunk
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from distmlp import order as order_module
 from distmlp.data import feed as feed_module
 from distmlp.data import reader, streaming
+from distmlp.data.batches import Singles, WindowBatches, runs
 from distmlp.data.feed import Feed
 from distmlp.data.lanes import Lanes
-from distmlp.data.streaming import Singles, WindowBatches, runs
+from distmlp.data.rows import ROLES
 from distmlp.errors import ConfigError, DataError, SystemUnfitError
 from distmlp.order import Order, owned_streams
 
@@ -36,8 +37,8 @@ def open_shards_of(folder):
 
 
 def shorten_windows(monkeypatch):
+    monkeypatch.setattr(order_module, "BLOCK_ROWS", 16)
     for module in (order_module, streaming):
-        monkeypatch.setattr(module, "BLOCK_ROWS", 16)
         monkeypatch.setattr(module, "WINDOW_ROWS", 64)
 
 
@@ -265,6 +266,16 @@ def test_layouts_that_do_not_suit_streaming_are_told(tmp_path):
     assert Feed(shards, order, alone(), "host").advice() == []
 
 
+@pytest.mark.parametrize(
+    ("first", "told"), [(0, []), (1, ["data: the lowest class label is 1, so that no row is of class 0"])]
+)
+def test_labels_that_do_not_count_from_0_are_told(tmp_path, first, told):
+    write_shard(tmp_path / "a.h5", np.ones((9, 2), "f4"), np.arange(9) % 3 + first)
+    shards = open_shards(tmp_path, SOFTMAX)
+    assert shards.outputs == 3 + first
+    assert Feed(shards, Order(9, 1, 3, 0, True), alone(), "host").advice() == told
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_compressed_rows_are_decoded_once_where_there_is_scratch(tmp_path, monkeypatch, ranks):
     """More than chunks that are no whole rows, little memory for decoded ones, an epoch and a bit."""
@@ -300,9 +311,9 @@ def test_narrow_columns_are_read_once(tmp_path, monkeypatch, features, held):
     order = Order(shards.rows, 4, 500, 3, True)
     feed = Feed(shards, order, at(1, 2), "stream", 2)
     read = []
-    original = shards._reader.read_runs
+    original = shards.read_runs
     monkeypatch.setattr(
-        reader.RowReader, "read_runs", lambda self, layout, *rest: read.append(layout.name) or original(layout, *rest)
+        shards, "read_runs", lambda runs, out, roles=ROLES: read.extend(roles) or original(runs, out, roles)
     )
     for epoch in range(3):
         for number in range(order.batches_per_epoch):

@@ -1,7 +1,10 @@
 """Shards: everything that can be wrong is named before the first step; rows are found by their global number."""
 
+import gzip
+import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 from data.samples import SOFTMAX, alone, names, on_ranks, open_shards, write_ids, write_shard
 
+from distmlp.data.openfiles import OpenFiles
 from distmlp.data.shards import Shards
 from distmlp.errors import AgreedError, DataError
 
@@ -145,14 +149,61 @@ def own_format(file):
     h5py.h5d.create(file.id, b"inputs", kind, h5py.h5s.create_simple((8, 3)))
 
 
+def references(file):
+    file.create_dataset("inputs", (8, 3), dtype=h5py.ref_dtype)
+
+
+def ragged(file):
+    file.create_dataset("inputs", (8,), dtype=h5py.vlen_dtype("f4"))
+
+
+def arrays(file):
+    kind = h5py.h5t.array_create(h5py.h5t.IEEE_F32LE, (3,))
+    h5py.h5d.create(file.id, b"inputs", kind, h5py.h5s.create_simple((8,)))
+
+
+def bits(file):
+    h5py.h5d.create(file.id, b"inputs", h5py.h5t.STD_B8LE, h5py.h5s.create_simple((8, 3)))
+
+
+def times(file):
+    file["inputs"] = np.zeros((8, 3), "M8[s]").astype(h5py.opaque_dtype("M8[s]"))
+
+
+def open_to_write(path):
+    """As a program leaves it that was killed."""
+    with h5py.File(path.with_suffix(".tmp"), "w", libver="latest") as file:
+        file["inputs"], file["targets"], file["w"] = X, LABELS, np.ones(8)
+        file.flush()
+        shutil.copy(path.with_suffix(".tmp"), path)
+
+
+def family(path):
+    with h5py.File(path.with_name("%d.family"), "w", driver="family", memb_size=8192) as file:
+        file["inputs"] = np.zeros((999, 3))
+    path.with_name("0.family").rename(path)
+
+
 BAD = {
     "name": (vary(inputs=None, features=X), ["no dataset `inputs`", "`features` (8, 3) float32", "data.inputs"]),
     "nested": (vary(inputs=None, **{"a/b": X}), ["no dataset `inputs`", "`a/b` (8, 3) float32"]),
     "group": (vary(inputs=None, **{"inputs/x": X}), ["`inputs` is a group", "`inputs/x` (8, 3)"]),
     "empty file": (vary(inputs=None, targets=None, w=None), ["the file holds no dataset"]),
     "complex": (vary(inputs=X.astype("c8")), ["complex64", "1 to 8 bytes"]),
-    "strings": (vary(targets=[b"cat"] * 8), ["`targets` holds strings"]),
-    "compound": (vary(inputs=compound), ["`inputs` holds [("]),
+    "strings": (vary(targets=[b"cat"] * 8), ["`targets` holds strings", "np.unique"]),
+    "strings of any length": (vary(targets=["cat"] * 8), ["`targets` holds strings"]),
+    "references": (vary(inputs=references), ["`inputs` holds references to other objects"]),
+    "ragged": (vary(inputs=ragged), ["`inputs` holds rows of varying length"]),
+    "arrays": (vary(inputs=arrays), ["`inputs` holds an array type (3,) in every element"]),
+    "bits": (vary(inputs=bits), ["`inputs` holds bits (1 bytes"]),
+    "times": (vary(inputs=times), ["`inputs` holds datetime64[s]", "astype(np.int64)"]),
+    "sparse": (vary(inputs=None, **{f"inputs/{n}": X[0] for n in ("data", "indices", "indptr")}), ["a sparse matrix"]),
+    "transposed": (vary(inputs=X.T), ["`inputs` has 3 rows, but `targets` has 8", "looks transposed"]),
+    "open to write": (open_to_write, ["a program has it open to write", "h5clear -s"]),
+    "compound": (
+        vary(inputs=compound),
+        ["records with the fields `a`, `b`", "structured_to_unstructured"],
+    ),
     "long double": (vary(inputs=X.astype(np.longdouble)), ["`inputs` holds float128"]),
     "bfloat16": (vary(inputs=own_format), ["number format of its own"]),
     "scalar": (vary(inputs=np.float32(1)), ["a single value"]),
@@ -175,8 +226,16 @@ BAD = {
     "float labels": (vary(targets=LABELS + 0.5), ["class labels from 0.5 to 2.5 stored as float64"]),
     "huge label": (vary(targets=np.full(8, (1 << 64) - 1, "u8")), ["to 18446744073709551615"]),
     "weights": (vary(w=np.linspace(-1, 1, 8)), ["values from -1 to 1; sample weights must not be below 0"]),
+    "family": (family, ["one of a family of files", "h5repart"]),
     "not HDF5": (lambda path: path.write_bytes(b"x,y\n1,2\n" * 100), ["not an HDF5 file", "data convert"]),
     "empty": (lambda path: path.write_bytes(b""), ["is empty (0 bytes)"]),
+    "zeros": (lambda path: path.write_bytes(bytes(9000)), ["begins with zeros"]),
+    "gzip": (lambda path: path.write_bytes(gzip.compress(b"x" * 99)), ["compressed with gzip", "gunzip"]),
+    "npz": (lambda path: np.savez(path.open("wb"), x=X), ["an NPZ file"]),
+    "npy": (lambda path: np.save(path.open("wb"), X), ["an NPY file"]),
+    "netCDF-3": (lambda path: path.write_bytes(b"CDF\x01" + bytes(99)), ["netCDF-3 file", "nccopy"]),
+    "web page": (lambda path: path.write_bytes(b"\n<!DOCTYPE HTML>\n<html>"), ["is a web page"]),
+    "LFS": (lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"), ["git lfs pull"]),
     "directory": (lambda path: path.mkdir(), ["is a directory", "*.h5"]),
     "fifo": (lambda path: os.mkfifo(path), ["not a regular file"]),
     "broken link": (lambda path: path.symlink_to("gone.h5"), ["no such file"]),
@@ -256,6 +315,65 @@ def test_widths_that_differ_between_files(tmp_path):
         open_shards(tmp_path)
 
 
+def test_columns_in_another_order(tmp_path):
+    """Where files name their columns: an attribute, a dimension scale, or what pandas writes beside them."""
+
+    def write(path, names, how):
+        with h5py.File(path, "w") as file:
+            file["x/block0_values"], file["targets"] = X, LABELS
+            inputs = file["x/block0_values"]
+            if how == "attribute":
+                inputs.attrs["columns"] = names
+            elif how == "scale":
+                file["names"] = names
+                file["names"].make_scale("names")
+                inputs.dims[1].attach_scale(file["names"])
+            elif how == "pandas":
+                file["x/block0_items"] = np.array(names, "S")
+
+    hows = ("attribute", "scale", "pandas")
+    for how, other in itertools.product(hows, hows):
+        write(tmp_path / "a.h5", ["p", "q", "r"], how)
+        write(tmp_path / "b.h5", ["p", "q", "r"], other)
+        write(tmp_path / "c.h5", [], "none")
+        assert open_shards(tmp_path, inputs="x/block0_values").rows == 24
+        write(tmp_path / "b.h5", ["p", "r", "q"], other)
+        write(tmp_path / "c.h5", ["p", "q", "s"], other)
+        with pytest.raises(DataError) as caught:
+            open_shards(tmp_path, inputs="x/block0_values")
+        lines = str(caught.value).splitlines()
+        there = f"than {tmp_path}/a.h5: column"
+        assert f"its columns in another order {there} 1 is `r`, there it is `q`" in lines[1]
+        assert f"other columns {there} 2 is `s`, there it is `r`" in lines[2]
+
+
+def test_names_that_are_none_do_no_harm(tmp_path):
+    for name, value in (("columns", np.zeros(1_000_000)), ("names", [1, 2, 3]), ("feature_names", "a,b,c")):
+        with h5py.File(tmp_path / "a.h5", "w", libver="latest") as file:
+            file["inputs"], file["targets"] = X, LABELS
+            file["inputs"].attrs[name] = value
+            file["inputs"].attrs["columns of old"] = ["a", "b"]
+        assert open_shards(tmp_path).files[0]["inputs"].columns == ()
+
+
+def test_a_file_that_is_written_and_may_be_read_meanwhile(tmp_path):
+    """HDF5's single-writer-multiple-readers mode: the rows that are there when training begins."""
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w", libver="latest") as file:
+        inputs = file.create_dataset("inputs", data=X, chunks=(4, 3), maxshape=(None, 3))
+        targets = file.create_dataset("targets", data=LABELS, chunks=(4,), maxshape=(None,))
+        file.swmr_mode = True
+        file.flush()
+        shards = open_shards(tmp_path)
+        for dataset in (inputs, targets):
+            dataset.resize(16, axis=0)
+            dataset[8:] = 7
+            dataset.flush()
+        assert shards.rows == 8
+        np.testing.assert_array_equal(shards.read(0, 8).inputs, X)
+        assert open_shards(tmp_path).rows == 16
+
+
 @pytest.mark.parametrize(
     ("pattern", "text"),
     [
@@ -306,6 +424,9 @@ def test_no_permission(tmp_path):
 def test_open_files_are_bounded(tmp_path):
     write_ids(tmp_path, (2,) * 40)
     shards = open_shards(tmp_path)
+    shards._reader._files = OpenFiles(16)
     before = len(os.listdir("/proc/self/fd"))
-    assert shards.read(0, 80).inputs[:, 0].tolist() == list(range(80))
-    assert len(os.listdir("/proc/self/fd")) - before <= 16
+    for _ in range(2):
+        assert shards.read(0, 80).inputs[:, 0].tolist() == list(range(80))
+        assert len(os.listdir("/proc/self/fd")) - before <= 16
+    assert 8 <= OpenFiles()._most <= 1024

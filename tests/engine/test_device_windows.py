@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from data.samples import at, open_shards, write_ids
 
+from distmlp.data import streaming
 from distmlp.data.feed import Feed
 from distmlp.order import Order, owned_streams
 
@@ -108,12 +109,21 @@ def shards(tmp_path_factory):
     return open_shards(folder)
 
 
-@pytest.mark.parametrize(("batch", "ranks"), [(333, 1), (1000, 3), (13_000, 1), (30_000, 2), (4, 4)])
-@pytest.mark.parametrize(("residence", "shuffle"), [("stream", True), ("host", True), ("stream", False)])
-def test_the_index_table_finds_the_rows_of_every_batch(on_host, shards, batch, ranks, residence, shuffle):
-    order = Order(shards.rows, 4, batch, 11, shuffle)
+@pytest.mark.parametrize(
+    ("batch", "ranks", "streams"), [(333, 1, 4), (1000, 3, 4), (13_000, 1, 4), (30_000, 2, 4), (4, 4, 4), (777, 1, 1)]
+)
+@pytest.mark.parametrize(
+    ("residence", "shuffle", "room"),
+    [("stream", True, 1), ("stream", True, 140_000), ("host", True, 1 << 30), ("stream", False, 600_000)],
+)
+def test_the_index_table_finds_the_rows_of_every_batch(
+    on_host, shards, monkeypatch, batch, ranks, streams, residence, shuffle, room
+):
+    """Whether one window of the order is a window on the device, or two, or all."""
+    monkeypatch.setattr(streaming, "ROOM_BYTES", room)
+    order = Order(shards.rows, streams, batch, 11, shuffle)
     for rank in range(ranks):
-        own = device_rows.OwnRows(order, owned_streams(4, ranks, rank))
+        own = device_rows.OwnRows(order, owned_streams(streams, ranks, rank))
         feed = Feed(shards, order, at(rank, ranks), residence, 3)
         affine = Affine((np.array([7.0]), np.array([2.0])), np.float32)
         rows = device_windows.WindowRows(feed, affine, own, Ledger(), 90)

@@ -32,14 +32,25 @@ def plan(widths: tuple[int, ...], rows: int, device: Device = H200, **changes: o
     return plan_bulk(task(widths, rows, **changes), device)
 
 
-def indexed(found: BulkPlan) -> dict[str, int]:
+def indexed(found: BulkPlan, precision: str) -> dict[str, int]:
     """Bytes from the start of every buffer to the end of what the kernels address in it."""
+    block = {"bf16": 64, "tf32": 32}[precision]  # COLUMNS
     rows, n, gradient_n, pairs = found.rows, found.n, found.gradient_n, list(pairwise(found.widths))
     row_blocks, phases = rows // 128, 2 * len(pairs) - 1  # Memory::announced
     widest, warps, threads = max(n, gradient_n), 8, 256
 
-    def padded(rows: int, columns: int) -> int:  # padded_bytes
-        return rows * (-(-columns // 64) * 128)
+    def blocked(rows: int, columns: int) -> int:  # blocked_bytes
+        return rows * (-(-columns // block) * 128)
+
+    def transpose(rows: int, columns: int) -> int:
+        return blocked(across(columns, 256) * 256, rows)
+
+    def batch(columns: int) -> int:  # batch_bytes
+        return transpose(rows, columns) if precision == "tf32" else blocked(rows, columns)
+
+    def weight(fan_in: int, fan_out: int) -> int:  # weight_rows
+        both = transpose(fan_in, fan_out) if precision == "tf32" else 0
+        return blocked(across(fan_in, widest) * widest, fan_out) + both
 
     def across(columns: int, n: int) -> int:
         return -(-columns // n)
@@ -48,9 +59,9 @@ def indexed(found: BulkPlan) -> dict[str, int]:
     tiles = sum(2 * across(fan_in, 256) * across(fan_out, gradient_n) for fan_in, fan_out in pairs)
     last_tile = tiles * found.splits if found.splits > 1 else found.blocks
     return {
-        "bulk_rows": 2 * padded(rows, found.widths[0]) + 2 * sum(padded(rows, o) for _, o in pairs),
-        "bulk_weights": sum(padded(across(i, widest) * widest, o) for i, o in pairs),  # weight_rows
-        "bulk_sums": 4 * sum(rows // 16 * across(o, 64) * 64 for _, o in pairs),
+        "bulk_rows": 2 * batch(found.widths[0]) + 2 * sum(batch(o) for _, o in pairs),
+        "bulk_weights": sum(weight(i, o) for i, o in pairs),
+        "bulk_sums": 4 * sum(rows // 16 * across(o, block) * block for _, o in pairs),
         "bulk_signs": 4 * sum(row_blocks * across(o, n) * (n // 64) * threads for _, o in pairs),
         "bulk_losses": 8 * row_blocks * across(found.widths[-1], n) * warps,
         "bulk_row_weights": 8 * 2 * (rows // 32),
@@ -60,20 +71,22 @@ def indexed(found: BulkPlan) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("device", [H200, SLICE], ids=lambda device: device.name)
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
 @pytest.mark.parametrize(("widths", "rows"), SHAPES, ids=str)
-def test_buffers_hold_what_is_indexed(widths: tuple[int, ...], rows: int, device: Device) -> None:
-    found = plan(widths, rows, device)
+def test_buffers_hold_what_is_indexed(widths: tuple[int, ...], rows: int, precision: str, device: Device) -> None:
+    found = plan(widths, rows, device, precision=precision)
     assert found is not None
-    assert {buffer.name: buffer.size_bytes for buffer in found.buffers()} == indexed(found)
+    assert {buffer.name: buffer.size_bytes for buffer in found.buffers()} == indexed(found, precision)
     assert [buffer.name for buffer in found.buffers() if buffer.zeroed] == ["bulk_words"]
     assert rows <= found.rows < rows + 256
     assert found.rows % 256 == 0  # whole pairs of tiles
 
 
 @pytest.mark.parametrize("device", [H200, SLICE], ids=lambda device: device.name)
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
 @pytest.mark.parametrize(("widths", "rows"), SHAPES, ids=str)
-def test_asks_for_no_more_than_there_is(widths: tuple[int, ...], rows: int, device: Device) -> None:
-    found = plan(widths, rows, device)
+def test_asks_for_no_more_than_there_is(widths: tuple[int, ...], rows: int, precision: str, device: Device) -> None:
+    found = plan(widths, rows, device, precision=precision)
     assert found is not None
     assert found.shared_bytes + STATIC_BYTES <= device.shared_bytes
     assert found.stages >= 3
@@ -95,7 +108,7 @@ def test_shares_of_a_tile_are_computed_at_once(multiprocessors: int) -> None:
 @pytest.mark.parametrize(
     ("widths", "rows", "changes"),
     [
-        (MID, 16384, {"precision": "tf32"}), (MID, 16384, {"precision": "fp32"}),
+        (MID, 16384, {"precision": "fp32"}),
         ((512,) * (MAX_LAYERS + 2), 16384, {}),
         ((512, 512, 257), 16384, {"loss": "softmax_cross_entropy", "labels": True}),
         (MID, 16384, {"device": Device("A100", 80, 108, 166912, 1 << 36)}),
@@ -148,7 +161,7 @@ def test_few_tiles_share_out_the_batch() -> None:
     assert few.splits > 1
     assert many.splits == 1
     pairs = list(pairwise(few.widths))
-    assert gradient_clocks(pairs, 16384, 256, few.splits, 132) < gradient_clocks(pairs, 16384, 256, 1, 132)
+    assert gradient_clocks(pairs, 16384, 256, few.splits, 132, 64) < gradient_clocks(pairs, 16384, 256, 1, 132, 64)
 
 
 def test_macros_are_what_the_kernel_reads() -> None:

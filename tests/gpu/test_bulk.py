@@ -55,7 +55,22 @@ SHAPES = [
         ((256,) * 4, 5000), ((100, 1000, 1000, 2), 1024),
     )
 ]  # fmt: skip
-CASES = [LARGE, LARGE.but(batch=700, batches=4, extra=100)]
+TF32 = BASE.but(precision="tf32")
+IN_TF32 = [
+    *(TF32.but(activation=a, limit=3.0) for a in ("relu", "leaky_relu", "gelu", "tanh")),
+    TF32.but(widths=(12, 16, 24, 16, 3), activation=("gelu", "relu", "tanh"), limit=2.0),
+    SOFTMAX.but(precision="tf32", labels=True, weights=True, extra=1, standardize=True),
+    TF32.but(widths=(130, 258, 514), batch=1000, dtype="u1", standardize=True),
+    TF32.but(
+        optimizer="adamw", options={"weight_decay": 0.1, "clip_norm": 0.05}, run={"ema_decay": 0.9},
+        widths=(40, 300, 3), limit=4.0,
+    ),
+    *(
+        TF32.but(widths=widths, batch=batch, activation="softplus")
+        for widths, batch in (((1, 1), 1), ((3, 17, 100, 1), 333), ((1000, 33, 300), 129), ((256,) * 4, 5000))
+    ),
+]  # fmt: skip
+CASES = [LARGE, LARGE.but(batch=700, batches=4, extra=100), LARGE.but(precision="tf32", extra=100)]
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
@@ -73,6 +88,11 @@ def test_shapes(case: Case) -> None:
     check_planned(case, "wide")
 
 
+@pytest.mark.parametrize("case", IN_TF32, ids=str)
+def test_tf32(case: Case) -> None:
+    check(case)
+
+
 @pytest.mark.parametrize("dtype", ["u1", "i2", "u8", "f2", "f8"])
 def test_raw_types(dtype: str) -> None:
     check(BASE.but(dtype=dtype, standardize=True))
@@ -87,8 +107,9 @@ def test_follows_the_general_kernel() -> None:
     check_follows_wide(CASES[1], 200, falling=20)
 
 
-def test_flat_gradient() -> None:
-    check_flat_gradient(BASE)
+@pytest.mark.parametrize("case", [BASE, TF32], ids=lambda case: case.precision)
+def test_flat_gradient(case: Case) -> None:
+    check_flat_gradient(case)
 
 
 def test_takes_over_another_state() -> None:
@@ -116,6 +137,7 @@ def test_skips_a_bad_batch() -> None:
     widths=st.lists(st.sampled_from([1, 2, 15, 17, 64, 65, 129, 300]), min_size=2, max_size=5),
     batch=st.integers(1, 400),
     extra=st.integers(0, 5),
+    precision=st.sampled_from(["bf16", "tf32"]),
 )
-def test_drawn_shapes(widths: list[int], batch: int, extra: int) -> None:
-    check(BASE.but(widths=tuple(widths), batch=batch, extra=min(extra, batch - 1), limit=2.0))
+def test_drawn_shapes(widths: list[int], batch: int, extra: int, precision: str) -> None:
+    check(BASE.but(widths=tuple(widths), batch=batch, extra=min(extra, batch - 1), limit=2.0, precision=precision))

@@ -72,64 +72,78 @@ __device__ __forceinline__ void copy_chain(Ring& ring, const Memory& memory, int
             fence_async();
         }
         if (phase.forward())
-            fill<BULK_N, true, false>(
-                ring, rows_of(l ? near_matrices[l - 1].output : inputs, row_block * TILE_M),
-                blocks_of(m.weight, 0, n * COLUMN_BLOCKS), (LAYER(l).fan_in + 63) / 64);
+            fill<BULK_N, !TRANSPOSED, TRANSPOSED>(
+                ring, batch_rows(l ? near_matrices[l - 1].output : inputs, row_block * TILE_M),
+                weight_columns(m, n * BULK_N), blocks_over(LAYER(l).fan_in));
         else
-            fill<BULK_N, true, true>(
-                ring, rows_of(m.error, row_block * TILE_M), rows_of(m.weight, n * BULK_N), (LAYER(l).fan_out + 63) / 64);
+            fill<BULK_N, !TRANSPOSED, true>(
+                ring, batch_rows(m.error, row_block * TILE_M), rows_of(m.weight, n * BULK_N),
+                blocks_over(LAYER(l).fan_out));
     });
 }
 
 template <bool WHOLE>
 __device__ __forceinline__ void output_tile(
-    float (&c)[WIDEST / 2], Ring& ring, Staging& staging, const StepView& step, int m0, int n0, Announcement& before) {
+    float (&c)[WIDEST / 2], Ring& ring, Writer& writer, const StepView& step, int m0, int n0, Announcement& before) {
     const Layer& layer = LAYER(ENGINE.layers - 1);
     Outside<WHOLE> outside(step, layer, m0, n0);
-    start_with_biases(c, layer, n0);
-    multiply<BULK_N, true, false>(c, ring, (layer.fan_in + 63) / 64, before);
-    output_errors<WHOLE>(c, outside, staging, step, m0, n0);
+    start_with_biases(c, staging_of_warp(ring.base), layer, n0);
+    multiply<BULK_N, !TRANSPOSED, TRANSPOSED>(c, ring, blocks_over(layer.fan_in), before);
+    output_errors<WHOLE>(c, outside, writer, step, m0, n0);
 }
 
 __device__ __forceinline__ void compute_chain(
     float (&c)[WIDEST / 2], Ring& ring, const Memory& memory, const StepView& step, int row_pairs) {
-    Staging staging(ring.base);
+    Writer writer(ring.base);
     Announcement before = {memory.stored, false};
     for_each_tile(row_pairs, ring.rank, [&](const Phase& phase, int row_block, int n) {
         const int l = phase.layer(), m0 = row_block * TILE_M, n0 = n * BULK_N;
         if (phase.forward() && l + 1 < ENGINE.layers) {
-            start_with_biases(c, LAYER(l), n0);
-            multiply<BULK_N, true, false>(c, ring, (LAYER(l).fan_in + 63) / 64, before);
-            hidden_outputs(c, staging, step, l, m0, n0);
+            start_with_biases(c, staging_of_warp(ring.base), LAYER(l), n0);
+            multiply<BULK_N, !TRANSPOSED, TRANSPOSED>(c, ring, blocks_over(LAYER(l).fan_in), before);
+            hidden_outputs(c, writer, step, l, m0, n0);
         } else if (phase.forward()) {
             const int outputs = LAYER(l).fan_out;
             if (LOSS != SOFTMAX_CROSS_ENTROPY && m0 + TILE_M <= step.info.rows && n0 + BULK_N <= outputs && outputs % 2 == 0)
-                output_tile<true>(c, ring, staging, step, m0, n0, before);
-            else output_tile<false>(c, ring, staging, step, m0, n0, before);
+                output_tile<true>(c, ring, writer, step, m0, n0, before);
+            else output_tile<false>(c, ring, writer, step, m0, n0, before);
         } else {
             u32 signs[SIGN_WORDS];
             clear<BULK_N>(c);
             await_tile(ring, before);
-            if (TELLS_BY_SIGN)
-#pragma unroll
-                for (int i = 0; i < SIGN_WORDS; ++i) signs[i] = __ldcg(signs_of_tile(l - 1, m0, n0) + i * CONSUMERS);
-            multiply<BULK_N, true, true>(c, ring, (LAYER(l).fan_out + 63) / 64, before);
-            hidden_errors(c, signs, staging, step, l, m0, n0);
+            if (TELLS_BY_SIGN) ask_for_signs(staging_of_warp(ring.base), l - 1, m0, n0);
+            multiply<BULK_N, !TRANSPOSED, true>(c, ring, blocks_over(LAYER(l).fan_out), before);
+            if (TELLS_BY_SIGN) read_signs(staging_of_warp(ring.base), signs);
+            hidden_errors(c, signs, writer, step, l, m0, n0);
         }
         before.add();
     });
     before.make();
 }
 
-// Says of every tile that it is in global memory; one thread. The warps that multiply count their stores in shared memory
+// Brings the targets of an output tile into L2 while its products run; a warp.
+__device__ __forceinline__ void prefetch_targets(const Raw& raw, const StepInfo& info, int m0, int n0) {
+    const int outputs = LAYER(ENGINE.layers - 1).fan_out, columns = min(BULK_N, outputs - n0);
+    for (int r = m0 + (threadIdx.x & 31); r < min(m0 + TILE_M, info.rows); r += 32) {
+        const float* from = raw.targets + raw_row(raw, info.first + r) * outputs + n0;
+        for (int c = 0; c < columns; c += 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + c));
+    }
+}
+
+// Says of every tile that it is in global memory; a warp. The warps that multiply count their stores in shared memory
 // and need not wait until all of the GPU sees them.
-__device__ __forceinline__ void announce_chain(const Memory& memory, int s, int row_pairs, int rank, u32& stored) {
-    for_each_tile(row_pairs, rank, [&](const Phase& phase, int row_block, int) {
+__device__ __forceinline__ void announce_chain(
+    const Raw& raw, const StepInfo& info, const Memory& memory, int s, int row_pairs, int rank, u32& stored) {
+    for_each_tile(row_pairs, rank, [&](const Phase& phase, int row_block, int n) {
+        if (!LABELS && phase.number == ENGINE.layers - 1) prefetch_targets(raw, info, row_block * TILE_M, n * BULK_N);
         stored += CONSUMER_WARPS;
-        while ((int)(load_acquire_shared(memory.stored) - stored) < 0) {
+        if ((threadIdx.x & 31) == 0) {
+            while ((int)(load_acquire_shared(memory.stored) - stored) < 0) {
+            }
+            fence_async();
+            add_release(memory.announced(s, phase.number, row_block), 1);
         }
-        fence_async();
-        add_release(memory.announced(s, phase.number, row_block), 1);
+        __syncwarp();
     });
 }
 
@@ -137,20 +151,21 @@ __device__ __forceinline__ void copy_gradients(Ring& ring, const Memory& memory,
     for (int number = blockIdx.x / 2; number < gradient_tasks(); number += gridDim.x / 2) {
         const GradientTask task(number, ring.rank, rows);
         const Blocked below = task.l ? near_matrices[task.l - 1].output : inputs_of(memory.places, s & 1);
-        fill<BULK_GRADIENT_N, false, false>(
-            ring, blocks_of(below, task.first * 64, task.m0 / 64),
-            blocks_of(near_matrices[task.l].error, task.first * 64, task.n0 / 64), task.steps);
+        fill<BULK_GRADIENT_N, TRANSPOSED, TRANSPOSED>(
+            ring, batch_columns(below, task.first, task.m0),
+            batch_columns(near_matrices[task.l].error, task.first, task.n0), task.steps);
     }
 }
 
 __device__ __forceinline__ void compute_gradients(
     float (&c)[WIDEST / 2], Ring& ring, const Memory& memory, int rows, bool direct, const Hyper& h, u32 round) {
     Announcement none = {0, false};
+    const Sums sums = {memory.partials, memory.arrived, (round + 1) * BULK_SPLITS};
     for (int number = blockIdx.x / 2; number < gradient_tasks(); number += gridDim.x / 2) {
         const GradientTask task(number, ring.rank, rows);
         clear<BULK_GRADIENT_N>(c);
-        if (task.steps > 0) multiply<BULK_GRADIENT_N, false, false>(c, ring, task.steps, none);
-        finish_share(c, task, direct, h, memory.partials, memory.arrived, (round + 1) * BULK_SPLITS);
+        if (task.steps > 0) multiply<BULK_GRADIENT_N, TRANSPOSED, TRANSPOSED>(c, ring, task.steps, none);
+        finish_share(c, task, direct, h, sums);
     }
 }
 
@@ -222,8 +237,7 @@ __device__ __forceinline__ void train_step(
         if (threadIdx.x == CONSUMERS) copy_chain(ring, memory, s, row_pairs);
         __syncwarp();
     } else if (warp == 1) {
-        if (threadIdx.x == CONSUMERS + 32) announce_chain(memory, s, row_pairs, ring.rank, stored);
-        __syncwarp();
+        announce_chain(raw, info, memory, s, row_pairs, ring.rank, stored);
     } else if (s + 1 < end) {
         gather_step(raw, memory, s + 1, gatherer, gatherers);
     }
@@ -302,9 +316,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(BULK_THRE
     GridBarrier barrier(&control.barrier);
     Memory memory;
     memory.places = {rows_memory, nullptr, nullptr, weights_memory, sums, signs, BULK_ROWS};
-    memory.places.outputs = rows_memory + 2 * padded_bytes(BULK_ROWS, LAYER(0).fan_in);
+    memory.places.outputs = rows_memory + 2 * batch_bytes(BULK_ROWS, LAYER(0).fan_in);
     i64 outputs_bytes = 0;
-    for (int l = 0; l < ENGINE.layers; ++l) outputs_bytes += padded_bytes(BULK_ROWS, LAYER(l).fan_out);
+    for (int l = 0; l < ENGINE.layers; ++l) outputs_bytes += batch_bytes(BULK_ROWS, LAYER(l).fan_out);
     memory.places.errors = memory.places.outputs + outputs_bytes;
     memory.losses = losses;
     memory.row_weights = row_weights;

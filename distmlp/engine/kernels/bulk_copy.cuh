@@ -2,20 +2,29 @@
 #pragma once
 #include "mma.cuh"
 
-// A matrix in blocks of 64 columns, one behind the other; a row of a block is 128 bytes, and the eight 16-byte chunks
+constexpr int COLUMNS = 128 / (int)sizeof(Element), CHUNK_COLUMNS = 16 / (int)sizeof(Element);
+__device__ __forceinline__ int blocks_over(int columns) { return (columns + COLUMNS - 1) / COLUMNS; }
+
+// A matrix in blocks of COLUMNS columns, one behind the other; a row of a block is 128 bytes, and the eight 16-byte chunks
 // of a row change places with the row's number as `wgmma` reads them (PTX ISA, 128-byte swizzle). A tile of a stage
 // is then one contiguous piece of memory a block. `rows` are padded to whole tiles.
 struct Blocked {
     u8* base;
     i64 block_bytes;  // rows * 128
-    int blocks;       // of 64 columns
+    int blocks;       // of COLUMNS columns
 
     __device__ __forceinline__ u8* at(int row, int block) const { return base + block * block_bytes + (i64)row * 128; }
     // Place of elements (row, column) on, to the end of their 16-byte chunk.
     __device__ __forceinline__ u8* place(int row, int column) const {
-        return at(row, column >> 6) + ((column >> 3 ^ row) & 7) * 16 + (column & 7) * 2;
+        const u32 c = column;
+        return at(row, c / COLUMNS) + ((c / CHUNK_COLUMNS ^ row) & 7) * 16 + c % CHUNK_COLUMNS * sizeof(Element);
     }
 };
+
+// Products of bfloat16 take operands along rows and along columns. Those of tf32 read shared memory along rows only, so
+// inputs, outputs and errors are stored as transposes, their rows (where they are an operand, it is the first one) come
+// through registers, and of the weights there are both.
+constexpr bool TRANSPOSED = PRODUCT == TF32;
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
@@ -106,6 +115,25 @@ __device__ __forceinline__ u32 load_acquire_shared(u32 where) {
     u32 value;
     asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(where) : "memory");
     return value;
+}
+
+// 16 bytes to shared memory, behind the thread's back, and until all that it asked for are there.
+__device__ __forceinline__ void copy_chunk(u32 shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+__device__ __forceinline__ void await_chunks() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ u32 load_shared(u32 where) {
+    u32 value;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(where) : "memory");
+    return value;
+}
+__device__ __forceinline__ float2 load_shared_pair(u32 where) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(where) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_shared(u32 where, const float4& v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(where), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
 __device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {

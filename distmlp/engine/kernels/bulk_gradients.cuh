@@ -16,7 +16,7 @@ __device__ __forceinline__ int gradient_tasks() {
 // A share of the batch for a tile of a layer's weight gradient.
 struct GradientTask {
     int l, m0, n0, tile, split;  // `tile` counts through all layers
-    int first, steps;            // of 64 rows
+    int first, steps;            // of COLUMNS rows
 
     __device__ __forceinline__ GradientTask(int number, int rank, int rows) {
         int own = number;
@@ -27,7 +27,7 @@ struct GradientTask {
         const int across = (LAYER(l).fan_out + BULK_GRADIENT_N - 1) / BULK_GRADIENT_N;
         m0 = (own / across * 2 + rank) * TILE_M;
         n0 = own % across * BULK_GRADIENT_N;
-        const int all = (rows + 63) / 64;
+        const int all = blocks_over(rows);
         first = (int)((i64)all * split / BULK_SPLITS);
         steps = (int)((i64)all * (split + 1) / BULK_SPLITS) - first;
     }
@@ -44,7 +44,7 @@ struct Quad {
         if (direct && exists && layer.fan_out % 4 == 0) parameters.load(weight_place(layer, r, c));
     }
     __device__ __forceinline__ void finish(
-        const Layer& layer, const Blocked& copy, const Hyper& h, bool direct, const float4& sum) {
+        const Layer& layer, const Matrices& m, const Hyper& h, bool direct, const float4& sum) {
         if (!exists) return;
         const i64 at = weight_place(layer, r, c);
         if (!direct) {
@@ -52,45 +52,37 @@ struct Quad {
         } else if (layer.fan_out % 4 == 0) {
             parameters.update(h, sum);
             parameters.store(h, at);
-            store_quad((Element*)copy.place(r, c), parameters.value);
+            copy_weights(m, r, c, parameters.value);
         } else {
 #pragma unroll 1
             for (int k = 0; k < 4 && c + k < layer.fan_out; ++k)
-                *(Element*)copy.place(r, c + k) = to_element(update_parameter(h, at + k, part(sum, k)));
+                copy_weight(m, r, c + k, update_parameter(h, at + k, part(sum, k)));
         }
     }
 };
 
-// A tile's sums over a share of the batch are put down, and once all shares are, every block adds up and finishes its
-// share of the tile: so many times 16 columns. `arrived` of a tile grows by one a share and never goes back. Where the
-// batch is not shared out, the sums only change hands within the block.
-__device__ __forceinline__ void finish_share(
-    const float (&c)[WIDEST / 2], const GradientTask& task, bool direct, const Hyper& shared, float2* partials,
-    u32* arrived, u32 target) {
-    const Hyper h = shared;  // in registers
-    constexpr int PAIRS = BULK_GRADIENT_N / 4, STRIPES = BULK_GRADIENT_N / 16, SHARE = PAIRS * CONSUMERS;
-    const Layer& layer = LAYER(task.l);
-    const Blocked& copy = near_matrices[task.l].weight;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    float2* tile = partials + (i64)(BULK_SPLITS > 1 ? task.tile * BULK_SPLITS : blockIdx.x) * SHARE;
+// Where the sums of tiles are put down, for every share of the batch. `arrived` of a tile grows by one a share and never
+// goes back; once it is at `target`, every block adds up and finishes its share of the tile: so many stripes of 16
+// columns, of which a warp has 16 rows and a lane four columns of two of them. Where the batch is not shared out, the
+// sums only change hands within the block.
+struct Sums {
+    static constexpr int PAIRS = BULK_GRADIENT_N / 4, STRIPES = BULK_GRADIENT_N / 16, SHARE = PAIRS * CONSUMERS;
+    float2* places;
+    u32* arrived;
+    u32 target;
+
+    __device__ __forceinline__ float2* of(const GradientTask& task) const {
+        return places + (i64)(BULK_SPLITS > 1 ? task.tile * BULK_SPLITS : blockIdx.x) * SHARE;
+    }
+    __device__ __forceinline__ void put(const float (&c)[WIDEST / 2], const GradientTask& task) const {
+        float2* to = of(task) + task.split * SHARE + threadIdx.x;
 #pragma unroll
-    for (int p = 0; p < PAIRS; ++p)
-        __stcg(tile + task.split * SHARE + p * CONSUMERS + threadIdx.x, make_float2(c[2 * p], c[2 * p + 1]));
-    // Two stripes of 16 columns at a time; of each the warp has 16 rows, a lane four columns of two of them.
-    Quad quads[4];
-    const int begin = STRIPES * task.split / BULK_SPLITS, end = STRIPES * (task.split + 1) / BULK_SPLITS;
-    const auto load = [&](int stripe) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int own = stripe + i / 2;
-            quads[i].r = own < end ? task.m0 + warp * 16 + (lane >> 2) + i % 2 * 8 : layer.fan_in;
-            quads[i].c = task.n0 + own * 16 + (lane & 3) * 4;
-            quads[i].load(layer, direct);
-        }
-    };
-    load(begin);
-    sync_consumers();
-    if (BULK_SPLITS > 1) {
+        for (int p = 0; p < PAIRS; ++p) __stcg(to + p * CONSUMERS, make_float2(c[2 * p], c[2 * p + 1]));
+    }
+    // Until all shares of the tile are there.
+    __device__ __forceinline__ void await(const GradientTask& task) const {
+        sync_consumers();
+        if (BULK_SPLITS == 1) return;
         if (threadIdx.x == 0) {
             add_release(arrived + task.tile, 1);
             while (load_acquire(arrived + task.tile) < target) {
@@ -98,24 +90,85 @@ __device__ __forceinline__ void finish_share(
         }
         sync_consumers();
     }
+    // This lane's four columns of a stripe in row `half`, over all shares in their order. Fragments hold pairs: those of two
+    // lanes are four neighbours, and of 16 columns there are two groups.
+    __device__ __forceinline__ float4 add_up(const float2* tile, int stripe, int half) const {
+        const int lane = threadIdx.x & 31, pair = stripe * 4 + (lane >> 1 & 1) * 2 + half;
+        const float2* from = tile + pair * CONSUMERS + (threadIdx.x & ~31) + (lane & ~3) + (lane & 1) * 2;
+        float4 sum = __ldcg((const float4*)from);
+#pragma unroll
+        for (int split = 1; split < BULK_SPLITS; ++split) add_to(sum, __ldcg((const float4*)(from + split * SHARE)));
+        return sum;
+    }
+};
+
+// The stripes of a tile that are this block's, two at a time: four quads a lane. WHOLE: the tile lies in the layer, the update
+// is made at once, and nothing is asked about a single quad.
+template <bool WHOLE>
+__device__ __forceinline__ void finish_stripes(
+    const GradientTask& task, bool direct, const Hyper& shared, const Sums& sums) {
+    const Hyper h = shared;  // in registers
+    const Layer& layer = LAYER(task.l);
+    const Matrices& m = near_matrices[task.l];
+    const float2* tile = sums.of(task);
+    const int begin = Sums::STRIPES * task.split / BULK_SPLITS, end = Sums::STRIPES * (task.split + 1) / BULK_SPLITS;
+    const int row = task.m0 + (threadIdx.x >> 5) * 16 + (threadIdx.x >> 2 & 7), column = task.n0 + (threadIdx.x & 3) * 4;
+    if (WHOLE) {
+        Parameters next[4];
+        float4 next_sum[4];
+        const i64 place = weight_place(layer, row, column), lower = 8 * layer.fan_out;
+        const auto load = [&](int stripe) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) next[i].load(place + min(stripe + i / 2, end - 1) * 16 + i % 2 * lower);
+        };
+        const auto add_up = [&](int stripe) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) next_sum[i] = sums.add_up(tile, min(stripe + i / 2, end - 1), i % 2);
+        };
+        load(begin);
+        sums.await(task);
+        constexpr bool AHEAD = BULK_SPLITS == 1;  // else there are not enough registers
+        if (AHEAD) add_up(begin);
 #pragma unroll 1
-    for (int stripe = begin; stripe < end; stripe += 2) {
-        float4 sums[4];
+        for (int stripe = begin; stripe < end; stripe += 2) {
+            Parameters now[4];
+            float4 sum[4];
+            if (!AHEAD) add_up(stripe);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[i] = zeros();
-#pragma unroll
-        for (int split = 0; split < BULK_SPLITS; ++split)
+            for (int i = 0; i < 4; ++i) now[i] = next[i], sum[i] = next_sum[i];
+            if (AHEAD) add_up(stripe + 2);
+            load(stripe + 2);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                // Fragments hold pairs: those of two lanes are four neighbours, and of 16 columns there are two groups.
-                const int pair = min(stripe + i / 2, STRIPES - 1) * 4 + (lane >> 1 & 1) * 2 + i % 2;
-                const float2* from = tile + split * SHARE + pair * CONSUMERS + warp * 32 + (lane & ~3) + (lane & 1) * 2;
-                add_to(sums[i], __ldcg((const float4*)from));
+                if (i == 2 && stripe + 1 == end) break;
+                const int own = stripe + i / 2;
+                now[i].update(h, sum[i]);
+                now[i].store(h, place + own * 16 + i % 2 * lower);
+                copy_weights(m, row + i % 2 * 8, column + own * 16, now[i].value);
             }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) quads[i].finish(layer, copy, h, direct, sums[i]);
-        if (stripe + 2 < end) load(stripe + 2);
+        }
+    } else {
+        sums.await(task);
+#pragma unroll 1
+        for (int stripe = begin; stripe < end; ++stripe)
+#pragma unroll 1
+            for (int half = 0; half < 2; ++half) {
+                Quad quad;
+                quad.r = row + half * 8;
+                quad.c = column + stripe * 16;
+                quad.load(layer, direct);
+                quad.finish(layer, m, h, direct, sums.add_up(tile, stripe, half));
+            }
     }
+}
+
+__device__ __forceinline__ void finish_share(
+    const float (&c)[WIDEST / 2], const GradientTask& task, bool direct, const Hyper& h, const Sums& sums) {
+    const Layer& layer = LAYER(task.l);
+    sums.put(c, task);
+    if (direct && layer.fan_out % 4 == 0 && !ENGINE.ema && task.m0 + TILE_M <= layer.fan_in && task.n0 + BULK_GRADIENT_N <= layer.fan_out)
+        finish_stripes<true>(task, direct, h, sums);
+    else finish_stripes<false>(task, direct, h, sums);
     if (BULK_SPLITS == 1) sync_consumers();  // the next tile's sums go to the same place
 }
 
@@ -126,7 +179,7 @@ __device__ __forceinline__ void bias_gradients(int part, int parts_of_rows, bool
     for (int l = 0, before = 0; l < ENGINE.layers; ++l) {
         const Layer& layer = LAYER(l);
         const int tasks = (layer.fan_out + 31) / 32, blocks = gridDim.x;
-        const i64 ld = near_matrices[l].error.blocks * 64;
+        const i64 ld = padded_columns(layer);
         for (int task = (blockIdx.x + blocks - before % blocks) % blocks; task < tasks; task += blocks) {
             const int c = task * 32 + lane;
             float sum = 0.f;

@@ -13,13 +13,16 @@ struct StepView {
     __device__ __forceinline__ float weight(i64 raw_row) const { return raw.weights ? raw.weights[raw_row] : 1.f; }
 };
 
-// Biases as what products are added to. Tensors are padded to whole 128 bytes, so pairs may be read as one.
-__device__ __forceinline__ void start_with_biases(float (&c)[WIDEST / 2], const Layer& layer, int n0) {
-    const float* bias = ENGINE.parameters + layer.bias_offset;
+// Biases as what products are added to, by way of the warp's staging. Tensors are padded to whole 128 bytes, so fours may
+// be read as one.
+__device__ __forceinline__ void start_with_biases(float (&c)[WIDEST / 2], u32 staging, const Layer& layer, int n0) {
+    const float* bias = ENGINE.parameters + layer.bias_offset + n0;
+    for (int i = threadIdx.x & 31; i < BULK_N / 4; i += 32)
+        store_shared(staging + i * 16, n0 + i * 4 < layer.fan_out ? __ldcg((const float4*)bias + i) : zeros());
+    __syncwarp();
 #pragma unroll
     for (int j = 0; j < BULK_N / 8; ++j) {
-        const int column = n0 + j * 8 + (threadIdx.x & 3) * 2;
-        const float2 pair = column < layer.fan_out ? *(const float2*)(bias + column) : make_float2(0.f, 0.f);
+        const float2 pair = load_shared_pair(staging + j * 32 + (threadIdx.x & 3) * 8);
         c[j * 4] = c[j * 4 + 2] = pair.x;
         c[j * 4 + 1] = c[j * 4 + 3] = pair.y;
     }
@@ -31,22 +34,40 @@ __device__ __forceinline__ u32* signs_of_tile(int l, int m0, int n0) {
     return near_matrices[l].signs + (m0 / TILE_M * across + n0 / BULK_N) * (i64)(SIGN_WORDS * CONSUMERS) + threadIdx.x;
 }
 
+// Asks for the warp's part of them, to be read at `staging` when the products are done.
+__device__ __forceinline__ void ask_for_signs(u32 staging, int l, int m0, int n0) {
+    const int lane = threadIdx.x & 31;
+    const u32* from = signs_of_tile(l, m0, n0) - lane;
+    for (int i = lane; i < SIGN_WORDS * 8; i += 32)
+        copy_chunk(staging + i * 16, from + (i >> 3) * CONSUMERS + (i & 7) * 4);
+}
+__device__ __forceinline__ void read_signs(u32 staging, u32 (&signs)[SIGN_WORDS]) {
+    await_chunks();
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < SIGN_WORDS; ++i) signs[i] = load_shared(staging + i * 128 + (threadIdx.x & 31) * 4);
+    __syncwarp();
+}
+
 // Columns beyond the layer meet weights that are zero, rows beyond the batch become zero.
 __device__ __forceinline__ void hidden_outputs(
-    const float (&c)[WIDEST / 2], Staging& staging, const StepView& step, int l, int m0, int n0) {
+    const float (&c)[WIDEST / 2], Writer& writer, const StepView& step, int l, int m0, int n0) {
     const Matrices& to = near_matrices[l];
     const Fragment at(m0, step.info.rows);
     const int kind = hidden_activation(LAYER(l)), row0 = m0 + at.warp * 16;
     const u32 masks[2] = {at.mask(0), at.mask(1)};
     Largest largest;
     u32* signs = signs_of_tile(l, m0, n0);
+    u32 sign = 0;
 #pragma unroll
     for (int block = 0; block < COLUMN_BLOCKS; ++block) {
-        if (n0 + block * 64 >= to.output.blocks * 64) break;
-        u32 packed[16], slopes[16], sign = 0;
+        if (n0 + block * COLUMNS >= padded_columns(LAYER(l))) break;
+        Pair packed[PAIRS_OF_BLOCK], slopes[PAIRS_OF_BLOCK];
+        const int word = block * PAIRS_OF_BLOCK / 16, bit = block * PAIRS_OF_BLOCK % 16;
+        if (bit == 0) sign = 0;
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {  // group i / 2, row i % 2
-            const float* z = c + (block * 16 + i) * 2;
+        for (int i = 0; i < PAIRS_OF_BLOCK; ++i) {  // group i / 2, row i % 2
+            const float* z = c + (block * PAIRS_OF_BLOCK + i) * 2;
             if (HIDDEN_ACTIVATION == RELU) {
                 packed[i] = pack_relu(z[0], z[1]);
             } else {
@@ -55,87 +76,66 @@ __device__ __forceinline__ void hidden_outputs(
                 packed[i] = pack_pair(x, y);
                 slopes[i] = pack_pair(slope_x, slope_y);
             }
-            packed[i] &= masks[i % 2];
-            if (TELLS_BY_SIGN) sign = add_signs(sign, packed[i]);
+            packed[i] = packed[i] & masks[i % 2];
+            if (TELLS_BY_SIGN) sign = add_signs(sign, packed[i], bit + i);
             largest.see(packed[i]);
         }
-        if (TELLS_BY_SIGN) __stcg(signs + block * CONSUMERS, sign);
-        staging.put(packed, to.output.at(row0, n0 / 64 + block));
-        if (stores_slope(kind)) staging.put(slopes, to.error.at(row0, n0 / 64 + block));
+        if (TELLS_BY_SIGN) __stcg(signs + word * CONSUMERS, sign);
+        writer.put(packed, to.output, row0, n0 / COLUMNS + block);
+        if (stores_slope(kind)) writer.put(slopes, to.error, row0, n0 / COLUMNS + block);
     }
     largest.tell(&step.flags.output[l + 1]);
 }
 
-// Slopes of a block of hidden outputs, where they are not told by signs: from the outputs, or from where the errors
-// will lie.
-struct StoredSlopes {
-    const Blocked& known;
-    int row0, block0;
-    uint4 chunks[4];
-
-    __device__ __forceinline__ void load(int block) {
-        const uint4* from = (const uint4*)known.at(row0, min(block0 + block, known.blocks - 1)) + (threadIdx.x & 31);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) chunks[i] = __ldcg(from + i * 32);
-    }
-    __device__ __forceinline__ void put(const Staging& staging) const {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(
-                             staging.own + staging.next + i * 512),
-                         "r"(chunks[i].x), "r"(chunks[i].y), "r"(chunks[i].z), "r"(chunks[i].w)
-                         : "memory");
-        __syncwarp();
-    }
-};
-
 // Errors of layer l - 1 from the products E_l W_l'. `signs`: of that layer's outputs. Columns beyond the layer are zero,
 // their weights are.
 __device__ __forceinline__ void hidden_errors(
-    const float (&c)[WIDEST / 2], const u32 (&signs)[SIGN_WORDS], Staging& staging, const StepView& step, int l, int m0,
+    const float (&c)[WIDEST / 2], const u32 (&signs)[SIGN_WORDS], Writer& writer, const StepView& step, int l, int m0,
     int n0) {
     const Matrices& to = near_matrices[l - 1];
     const Fragment at(m0, step.info.rows);
     const int kind = hidden_activation(LAYER(l - 1)), row0 = m0 + at.warp * 16;
     const u32 masks[2] = {at.mask(0), at.mask(1)};
-    StoredSlopes stored = {stores_slope(kind) ? to.error : to.output, row0, n0 / 64};
-    if (!TELLS_BY_SIGN) stored.load(0);
-    float* sums = to.sums + (i64)(row0 / 16) * to.error.blocks * 64 + n0;
+    StoredSlopes stored = {stores_slope(kind) ? to.error : to.output, row0, n0 / COLUMNS};
+    if (!TELLS_BY_SIGN) stored.load(writer, 0);
+    const int columns = padded_columns(LAYER(l - 1));
+    float* sums = to.sums + (i64)(row0 / 16) * columns + n0;
     Largest largest;
 #pragma unroll
     for (int block = 0; block < COLUMN_BLOCKS; ++block) {
-        if (n0 + block * 64 >= to.error.blocks * 64) break;
+        if (n0 + block * COLUMNS >= columns) break;
         if (!TELLS_BY_SIGN) {
-            stored.put(staging);
-            if (block + 1 < COLUMN_BLOCKS) stored.load(block + 1);
+            stored.take(writer);
+            if (block + 1 < COLUMN_BLOCKS) stored.load(writer, block + 1);
         }
-        u32 packed[16];
+        Pair packed[PAIRS_OF_BLOCK];
+        const int word = block * PAIRS_OF_BLOCK / 16, bit = block * PAIRS_OF_BLOCK % 16;
 #pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-            u32 slopes[4];
-            if (!TELLS_BY_SIGN) load_matrices(staging.address(pair), slopes);
+        for (int four = 0; four < PAIRS_OF_BLOCK / 4; ++four) {
+            Pair slopes[4];
+            if (!TELLS_BY_SIGN) stored.get(writer, four, slopes);
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                const int i = pair * 4 + k;  // group i / 2, row i % 2
-                const float* z = c + (block * 16 + i) * 2;
+                const int i = four * 4 + k;  // group i / 2, row i % 2
+                const float* z = c + (block * PAIRS_OF_BLOCK + i) * 2;
                 if (HIDDEN_ACTIVATION == RELU) {
-                    packed[i] = pack_pair(z[0], z[1]) & mask_of_signs(signs[block], i);
+                    packed[i] = keep_positive(pack_pair(z[0], z[1]), signs[word], bit + i);
                 } else if (TELLS_BY_SIGN) {
                     packed[i] = pack_pair(
-                        z[0] * (signs[block] & 1u << i ? 1.f : LEAKY_SLOPE),
-                        z[1] * (signs[block] & 0x10000u << i ? 1.f : LEAKY_SLOPE));
+                        z[0] * (signs[word] & 1u << bit + i ? 1.f : LEAKY_SLOPE),
+                        z[1] * (signs[word] & 0x10000u << bit + i ? 1.f : LEAKY_SLOPE));
                 } else {
-                    const float kx = __uint_as_float(slopes[k] << 16), ky = __uint_as_float(slopes[k] & 0xffff0000u);
+                    const float kx = low_of(slopes[k]), ky = high_of(slopes[k]);
                     packed[i] = pack_pair(
                         z[0] * (stores_slope(kind) ? kx : slope_of_output(kind, kx)),
                         z[1] * (stores_slope(kind) ? ky : slope_of_output(kind, ky)));
                 }
-                packed[i] &= masks[i % 2];
+                if (HIDDEN_ACTIVATION != RELU) packed[i] = packed[i] & masks[i % 2];  // else no output was positive
                 largest.see(packed[i]);
             }
         }
         if (!TELLS_BY_SIGN) __syncwarp();
-        put_errors(staging, packed, to.error.at(row0, n0 / 64 + block), sums + block * 64);
+        put_errors(writer, packed, to.error, row0, n0 / COLUMNS + block, sums + block * COLUMNS);
     }
     largest.tell(&step.flags.error[l - 1]);
 }
@@ -216,7 +216,7 @@ struct Outside {
 // Loss and errors of the output layer.
 template <bool WHOLE>
 __device__ __forceinline__ void output_errors(
-    float (&c)[WIDEST / 2], Outside<WHOLE>& outside, Staging& staging, const StepView& step, int m0, int n0) {
+    float (&c)[WIDEST / 2], Outside<WHOLE>& outside, Writer& writer, const StepView& step, int m0, int n0) {
     const int l = ENGINE.layers - 1;
     const Layer& layer = LAYER(l);
     const Matrices& to = near_matrices[l];
@@ -232,15 +232,18 @@ __device__ __forceinline__ void output_errors(
         WHOLE || at.inside[0] ? step.weight(outside.rows[0]) * share : 0.f,
         WHOLE || at.inside[1] ? step.weight(outside.rows[1]) * share : 0.f};
     const u32 masks[2] = {at.mask(0), at.mask(1)};
-    float* sums = to.sums + (i64)(row0 / 16) * to.error.blocks * 64 + n0;
-    u32 packed[16];
+    const int columns = padded_columns(layer);
+    float* sums = to.sums + (i64)(row0 / 16) * columns + n0;
+    Pair packed[PAIRS_OF_BLOCK];
+    constexpr int PARTS = BULK_N / 32, OF_BLOCK = COLUMNS / 32;
 #pragma unroll
-    for (int part = 0; part < COLUMN_BLOCKS * 2; ++part) {  // 32 columns each
-        if (n0 + part / 2 * 64 >= to.error.blocks * 64) break;
+    for (int part = 0; part < PARTS; ++part) {  // 32 columns each
+        const int block = part / OF_BLOCK;
+        if (n0 + block * COLUMNS >= columns) break;
         float2 wanted[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) wanted[i] = outside.pairs[i];
-        if (LOSS != SOFTMAX_CROSS_ENTROPY && part + 1 < COLUMN_BLOCKS * 2) outside.load(part + 1);
+        if (LOSS != SOFTMAX_CROSS_ENTROPY && part + 1 < PARTS) outside.load(part + 1);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {  // group i / 2, row i % 2
             const int count = WHOLE ? 2 : outside.columns - part * 32 - i / 2 * 8;
@@ -255,12 +258,13 @@ __device__ __forceinline__ void output_errors(
                     if (count > e) losses[i % 2] += own;
                     v[e] = weights[i % 2] * of_loss * of_activation;
                 }
-            const u32 pair = WHOLE ? pack_pair(v[0], v[1])
+            const Pair pair = WHOLE ? pack_pair(v[0], v[1])
                                    : pack_pair(count > 0 ? v[0] : 0.f, count > 1 ? v[1] : 0.f) & masks[i % 2];
-            packed[(part & 1) * 8 + i] = pair;
+            packed[part % OF_BLOCK * 8 + i] = pair;
             largest.see(pair);
         }
-        if (part & 1) put_errors(staging, packed, to.error.at(row0, n0 / 64 + part / 2), sums + part / 2 * 64);
+        if (part % OF_BLOCK == OF_BLOCK - 1)
+            put_errors(writer, packed, to.error, row0, n0 / COLUMNS + block, sums + block * COLUMNS);
     }
     largest.tell(&step.flags.error[l]);
     const float loss = LOSS == SOFTMAX_CROSS_ENTROPY ? losses[0] + losses[1]

@@ -10,14 +10,19 @@
 #define HELPERS 128      // behind them: a thread that copies, and three warps for what comes from outside
 #define BULK_THREADS (CONSUMERS + HELPERS)
 #define CONSUMER_WARPS 8
-#define PIECE 8192       // bytes of 64 rows of a block
+#define PIECE (COLUMNS * 128)  // bytes of a square of a block
 
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int WIDEST = larger(BULK_N, BULK_GRADIENT_N);
 constexpr int STAGE_BYTES = (TILE_M + WIDEST) * 128;
-constexpr int STAGING_BYTES = 2048;  // 16 rows of a block: what a warp has of it
+constexpr int STAGING_BYTES = PRODUCT == TF32 ? 1024 : 2048;  // half of what a warp has; in bfloat16 16 rows of a block
 constexpr int STAGING_AT = STAGES * STAGE_BYTES, BARRIERS_AT = STAGING_AT + CONSUMER_WARPS * 2 * STAGING_BYTES;
 constexpr int SHARED_BYTES = BARRIERS_AT + 2 * STAGES * 8;
+
+// What a warp that multiplies has of shared memory beside the stages: for its results, and before them for what they need.
+__device__ __forceinline__ u32 staging_of_warp(u32 base) {
+    return base + STAGING_AT + (threadIdx.x >> 5) * 2 * STAGING_BYTES;
+}
 
 // One side's place in the ring.
 struct Ring {
@@ -62,9 +67,10 @@ __device__ __forceinline__ Source blocks_of(const Blocked& m, int row, int block
 }
 
 // All stages of a tile; of B this block fetches its half for both. ROWS: an operand's tile is one piece, else one piece
-// for every 64 columns.
+// for every block of columns.
 template <int N, bool A_ROWS, bool B_ROWS>
 __device__ __forceinline__ void fill(Ring& ring, Source a, Source b, int steps) {
+    static_assert(B_ROWS || !TRANSPOSED, "tf32");
     constexpr int HALF = N * 64;  // bytes
     const int first = ring.rank * (N / 128);  // piece of this half; with 64 columns there are two of half a piece
     b.base += B_ROWS ? ring.rank * HALF : N == 64 ? ring.rank * HALF : 0;
@@ -76,7 +82,7 @@ __device__ __forceinline__ void fill(Ring& ring, Source a, Source b, int steps) 
         if (A_ROWS) bulk_load(to, a.base, TILE_M * 128, full);
         else
 #pragma unroll
-            for (int j = 0; j < TILE_M / 64; ++j) bulk_load(to + j * PIECE, a.base + min(j, a.last) * a.jump, PIECE, full);
+            for (int j = 0; j < TILE_M / COLUMNS; ++j) bulk_load(to + j * PIECE, a.base + min(j, a.last) * a.jump, PIECE, full);
         if (B_ROWS || N == 64) bulk_load_both(to_b, b.base, HALF, full);
         else
 #pragma unroll
@@ -116,9 +122,78 @@ __device__ __forceinline__ void await_tile(const Ring& ring, Announcement& befor
     barrier_wait(ring.full(ring.slot), ring.parity);
 }
 
+// A warp's 16 columns of the first operand, 16 deep, from shared memory to the registers of two `wgmma`. Lanes of odd depth
+// begin with what lies four deeper: so all banks are used at once.
+struct FirstOperand {
+    u32 place;  // of this lane's first element in a stage
+
+    __device__ __forceinline__ FirstOperand() {
+        int thread;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // anew for every tile, so that nothing is kept meanwhile
+        const int warp = thread >> 5, lane = thread & 31, column = warp % 2 * 16 + (lane >> 2);
+        const int depth = (lane & 3) + (lane & 1) * 4;
+        place = warp / 2 * PIECE + depth * 128 + ((column / CHUNK_COLUMNS ^ depth) & 7) * 16 + column % CHUNK_COLUMNS * 4;
+    }
+    __device__ __forceinline__ void load(u32 from, u32 (&a)[8]) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // depth i / 2 * 8, column i % 2 * 8
+            u32 first, second;
+            asm volatile("ld.shared.b32 %0, [%1];"
+                         : "=r"(first)
+                         : "r"(from + (place ^ i % 2 * 32) + i / 2 * 1024)
+                         : "memory");
+            asm volatile("ld.shared.b32 %0, [%1];"
+                         : "=r"(second)
+                         : "r"(from + (place ^ (i % 2 * 32 + 4 * 128 + 4 * 16)) + i / 2 * 1024)
+                         : "memory");
+            const bool odd = threadIdx.x & 1;
+            a[i / 2 * 4 + i % 2] = odd ? second : first;
+            a[i / 2 * 4 + i % 2 + 2] = odd ? first : second;
+        }
+    }
+};
+
+// The same as `multiply` for tf32 and a first operand that lies by columns.
+template <int N>
+__device__ __forceinline__ void multiply_columns(float (&c)[WIDEST / 2], Ring& ring, int steps, Announcement& before) {
+    const int lane = threadIdx.x & 31;
+    const u32 empty = address_at(ring.empty(0), lane & 1);
+    const FirstOperand first;
+    u32 upper[8], lower[8];  // halves of a stage's depth; one is loaded while the other is multiplied
+    const auto start = [&](const u32 (&a)[8], int k) {
+        const u64 b = describe<true>(ring.stage() + TILE_M * 128);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        narrow::Wgmma<N / 8>::rs_tf32(c, a, b + k * 2);
+        narrow::Wgmma<N / 8>::rs_tf32(c, a + 4, b + k * 2 + 2);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    };
+    await_tile(ring, before);
+    first.load(ring.stage(), upper);
+    int step = 0, previous = 0;
+    do {
+        start(upper, 0);
+        tell_stores(before.counter, before.due && lane == 0 && step == 0);
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        barrier_arrive(empty + previous * 8, lane < 2 && step > 0);
+        first.load(ring.stage() + 2048, lower);
+        start(lower, 2);
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        previous = ring.slot;
+        ring.advance();
+        if (step + 1 < steps) {
+            barrier_wait(ring.full(ring.slot), ring.parity);
+            first.load(ring.stage(), upper);
+        }
+    } while (++step < steps);
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    barrier_arrive(empty + previous * 8, lane < 2);
+    before.due = false;
+}
+
 // c += A B over `steps` >= 1 stages, in the layout of wgmma: warp w has rows 16 w to 16 w + 15 of the tile.
 template <int N, bool A_ROWS, bool B_ROWS>
 __device__ __forceinline__ void multiply(float (&c)[WIDEST / 2], Ring& ring, int steps, Announcement& before) {
+    if constexpr (TRANSPOSED && !A_ROWS) return multiply_columns<N>(c, ring, steps, before);
     const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), lane = threadIdx.x & 31;
     const u32 empty = address_at(ring.empty(0), lane & 1);  // lanes 0 and 1 tell both blocks
     await_tile(ring, before);
@@ -130,7 +205,8 @@ __device__ __forceinline__ void multiply(float (&c)[WIDEST / 2], Ring& ring, int
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            narrow::Wgmma<N / 8>::template ss<!A_ROWS, !B_ROWS>(c, a + k * (A_ROWS ? 2 : 128), b + k * (B_ROWS ? 2 : 128));
+            if constexpr (TRANSPOSED) narrow::Wgmma<N / 8>::ss_tf32(c, a + k * 2, b + k * 2);
+            else narrow::Wgmma<N / 8>::template ss<!A_ROWS, !B_ROWS>(c, a + k * (A_ROWS ? 2 : 128), b + k * (B_ROWS ? 2 : 128));
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         tell_stores(before.counter, before.due && lane == 0 && step == 0);
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");

@@ -2,34 +2,37 @@
 #pragma once
 #include "bulk_store.cuh"
 
-__device__ __forceinline__ uint4 pack_chunk(const float (&v)[8]) {
-    return make_uint4(pack_pair(v[0], v[1]), pack_pair(v[2], v[3]), pack_pair(v[4], v[5]), pack_pair(v[6], v[7]));
+__device__ __forceinline__ uint4 pack_chunk(const float (&v)[CHUNK_COLUMNS]) {
+    uint4 chunk;
+    store_quad((Element*)&chunk, make_float4(v[0], v[1], v[2], v[3]));
+    if constexpr (CHUNK_COLUMNS == 8) store_quad((Element*)&chunk.z, make_float4(v[4], v[5], v[6], v[7]));
+    return chunk;
 }
 
 template <class T, class Wide>
-__device__ __forceinline__ void load_chunk(const T* raw, int column, int features, float (&v)[8]) {
+__device__ __forceinline__ void load_chunk(const T* raw, int column, int features, float (&v)[CHUNK_COLUMNS]) {
     const float *high = ENGINE.input_mean_high, *low = ENGINE.input_mean_low, *factor = ENGINE.input_factor;
     if constexpr (sizeof(T) == 4 && sizeof(Wide) == 4) {
         if (features % 4 == 0) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            for (int half = 0; half < CHUNK_COLUMNS / 4; ++half) {
                 float4 four = zeros();
                 if (column + half * 4 < features) four = *(const float4*)(raw + column + half * 4);
                 v[half * 4] = four.x, v[half * 4 + 1] = four.y, v[half * 4 + 2] = four.z, v[half * 4 + 3] = four.w;
             }
             if (high)
 #pragma unroll
-                for (int k = 0; k < 8; ++k)
+                for (int k = 0; k < CHUNK_COLUMNS; ++k)
                     if (column + k < features) v[k] = standardize(v[k], high, low, factor, column + k);
             return;
         }
     }
 #pragma unroll
-    for (int k = 0; k < 8; ++k)
+    for (int k = 0; k < CHUNK_COLUMNS; ++k)
         v[k] = column + k < features ? standardize((Wide)raw_to_float(raw[column + k]), high, low, factor, column + k) : 0.f;
 }
 
-__device__ __forceinline__ void load_any(const void* raw, i64 row, int column, int features, float (&v)[8]) {
+__device__ __forceinline__ void load_any(const void* raw, i64 row, int column, int features, float (&v)[CHUNK_COLUMNS]) {
 #define RAW_CASE(code, type, wide) \
     if constexpr (RAW_TYPE == code) load_chunk<type, wide>((const type*)raw + row * features, column, features, v)
     RAW_CASE(RAW_U8, u8, float);
@@ -47,39 +50,51 @@ __device__ __forceinline__ void load_any(const void* raw, i64 row, int column, i
 }
 
 // `rows` rows from position `first` on, and zeros to the end of their last pair of tiles, by `warps` warps of the grid.
-// `largest` collects the magnitude.
+// `largest` collects the magnitude. A warp takes whole rows, or for a transpose eight at a time, a sector of that.
 __device__ __forceinline__ void gather_blocked(
     const Raw& raw, i64 first, int rows, const Blocked& to, u32* largest, int warp, int warps) {
+    constexpr int AT_ONCE = TRANSPOSED ? 8 : 1, LANES_OF_ROW = 32 / AT_ONCE;
     const int features = LAYER(0).fan_in, lane = threadIdx.x & 31;
     const int padded = (rows + 2 * TILE_M - 1) / (2 * TILE_M) * (2 * TILE_M);
     u32 seen = 0;
-    for (int r = warp; r < padded; r += warps) {
+    for (int r = warp * AT_ONCE + lane / LANES_OF_ROW; r < padded; r += warps * AT_ONCE) {
         const i64 row = r < rows ? raw_row(raw, first + r) : 0;
 #pragma unroll 2
-        for (int chunk = lane; chunk < to.blocks * 8; chunk += 32) {
-            float v[8] = {};
-            if (r < rows) load_any(raw.inputs, row, chunk * 8, features, v);
+        for (int chunk = lane % LANES_OF_ROW; chunk < blocks_over(features) * 8; chunk += LANES_OF_ROW) {
+            float v[CHUNK_COLUMNS] = {};
+            if (r < rows) load_any(raw.inputs, row, chunk * CHUNK_COLUMNS, features, v);
 #pragma unroll
-            for (int k = 0; k < 8; ++k) seen = max(seen, magnitude_bits(v[k]));
-            *(uint4*)to.place(r, chunk * 8) = pack_chunk(v);
+            for (int k = 0; k < CHUNK_COLUMNS; ++k) seen = max(seen, magnitude_bits(v[k]));
+            if (!TRANSPOSED) *(uint4*)to.place(r, chunk * CHUNK_COLUMNS) = pack_chunk(v);
+            else
+#pragma unroll
+                for (int k = 0; k < CHUNK_COLUMNS; ++k) *(Element*)to.place(chunk * CHUNK_COLUMNS + k, r) = to_element(v[k]);
         }
     }
     warp_largest(largest, seen);
 }
 
-// Copies of all weights for the products, zeros around them.
+// A copy of all weights of a layer, or of their transpose, with zeros around them; `lanes_of_row` lanes of a warp take a row.
+template <class F>
+__device__ __forceinline__ void pack_copy(const Blocked& to, int rows, int lanes_of_row, const F& weight) {
+    const int lane = threadIdx.x & 31, warps = gridDim.x * (blockDim.x >> 5), rows_at_once = 32 / lanes_of_row;
+    for (int r = (blockIdx.x + gridDim.x * (threadIdx.x >> 5)) * rows_at_once + lane / lanes_of_row; r < rows; r += warps * rows_at_once)
+        for (int chunk = lane % lanes_of_row; chunk < to.blocks * 8; chunk += lanes_of_row) {
+            float v[CHUNK_COLUMNS];
+#pragma unroll
+            for (int k = 0; k < CHUNK_COLUMNS; ++k) v[k] = weight(r, chunk * CHUNK_COLUMNS + k);
+            *(uint4*)to.place(r, chunk * CHUNK_COLUMNS) = pack_chunk(v);
+        }
+}
 __device__ __forceinline__ void pack_blocked() {
-    const int lane = threadIdx.x & 31, warps = gridDim.x * (blockDim.x >> 5);
     for (int l = 0; l < ENGINE.layers; ++l) {
         const Layer& layer = LAYER(l);
-        const Blocked& to = near_matrices[l].weight;
-        for (int r = blockIdx.x + gridDim.x * (threadIdx.x >> 5); r < weight_rows(layer); r += warps)
-            for (int chunk = lane; chunk < to.blocks * 8; chunk += 32) {
-                float v[8];
-#pragma unroll
-                for (int k = 0; k < 8; ++k)
-                    v[k] = has_weights(layer, r, chunk * 8 + k) ? __ldcg(ENGINE.parameters + weight_place(layer, r, chunk * 8 + k)) : 0.f;
-                *(uint4*)to.place(r, chunk * 8) = pack_chunk(v);
-            }
+        const auto weight = [&](int r, int c) {
+            return has_weights(layer, r, c) ? __ldcg(ENGINE.parameters + weight_place(layer, r, c)) : 0.f;
+        };
+        pack_copy(near_matrices[l].weight, weight_rows(layer), 32, weight);
+#if PRODUCT == TF32  // rows are neighbours in memory: eight of them are a sector
+        pack_copy(near_matrices[l].weight_transpose, transpose_rows(layer.fan_out), 4, [&](int r, int c) { return weight(c, r); });
+#endif
     }
 }

@@ -116,43 +116,56 @@ __device__ __forceinline__ void store_release(u64* where, u64 value) {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(where), "l"(value) : "memory");
 }
 
-// Output biases and the tally of the block: over the lanes of a warp, then over the warps in their order. The tally
-// comes last and says that all partial sums of the block are there. `scratch`: shared floats (WARPS, WARP_SUMS).
-// Every thread of the block takes part.
-__device__ __forceinline__ void finish_sums(
-    Totals& totals, float* scratch, float* partial, u64* loss_tally, u64* weight_tally, u32 number, Limit& limit) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    float* mine = scratch + warp * WARP_SUMS;
+// A thread's totals over the lanes of its warp: loss, weight and, from `mine + 4` on, output biases. `more`: on top of
+// what is there.
+__device__ __forceinline__ void sum_over_warp(Totals& totals, float* mine, Limit& limit, bool more = false) {
+    const auto put = [&](int at, float x) { mine[at] = limit.pass(more ? mine[at] + x : x); };
+    const int lane = threadIdx.x & 31;
     if (CHAIN_SUMS_BIAS) {
 #pragma unroll
         for (int i = 0; i < BIAS_SUMS; ++i) {
 #pragma unroll
             for (int mask = 4; mask < 32; mask <<= 1) totals.bias[i] += __shfl_xor_sync(~0u, totals.bias[i], mask);
-            if (lane < 4) mine[4 + (i >> 1) * 8 + 2 * lane + (i & 1)] = limit.pass(totals.bias[i]);
+            if (lane < 4) put(4 + (i >> 1) * 8 + 2 * lane + (i & 1), totals.bias[i]);
         }
     }
     const float loss = warp_sum(totals.loss), weight = warp_sum(totals.weight);
-    if (lane == 0) mine[0] = limit.pass(loss), mine[1] = limit.pass(weight);
+    if (lane == 0) put(0, loss), put(1, weight);
+}
+
+// Output biases and the tally of the block: over the warps in their order. The tally comes last and says that all
+// partial sums of the block are there. `scratch`: what sum_over_warp left, STRIDE floats a warp. Every thread of the
+// block takes part.
+template <int STRIDE>
+__device__ __forceinline__ void deliver(
+    const float* scratch, float* partial, u64* loss_tally, u64* weight_tally, u32 number, const Limit& limit) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const bool bad = __syncthreads_or(limit.bad);
     if (warp > 0) return;
     static_assert(!CHAIN_SUMS_BIAS || OUTPUTS <= 32, "one warp adds up the output biases");
     if (CHAIN_SUMS_BIAS && lane < OUTPUTS) {
         float sum = 0.f;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) sum += scratch[w * WARP_SUMS + 4 + lane];
+        for (int w = 0; w < WARPS; ++w) sum += scratch[w * STRIDE + 4 + lane];
         partial[FIXED(WEIGHT_CHUNKS * CHUNK + bias_slot(LAYERS - 1)) + lane] = sum;
     }
     float sum[2] = {0.f, 0.f};
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
-        sum[0] += scratch[w * WARP_SUMS];
-        sum[1] += scratch[w * WARP_SUMS + 1];
+        sum[0] += scratch[w * STRIDE];
+        sum[1] += scratch[w * STRIDE + 1];
     }
     __syncwarp();
     if (lane == 0) {
         *loss_tally = tagged(sum[0], number, bad);
         store_release(weight_tally, tagged(sum[1], number, bad));
     }
+}
+
+__device__ __forceinline__ void finish_sums(
+    Totals& totals, float* scratch, float* partial, u64* loss_tally, u64* weight_tally, u32 number, Limit& limit) {
+    sum_over_warp(totals, scratch + (threadIdx.x >> 5) * WARP_SUMS, limit);
+    deliver<WARP_SUMS>(scratch, partial, loss_tally, weight_tally, number, limit);
 }
 
 }  // namespace narrow

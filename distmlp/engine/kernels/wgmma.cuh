@@ -1,4 +1,5 @@
-// `wgmma` of one k16 step for every N up to 144 columns, and 256 (Hopper only; PTX ISA 7.8+, "wgmma.mma_async").
+// `wgmma` of one step of 32 bytes (k16 in bfloat16, k8 in tf32) for every N up to 144 columns, and 256 (Hopper only;
+// PTX ISA 7.8+, "wgmma.mma_async").
 // One line per N: the instruction names its accumulators one by one, so the table cannot be a loop.
 #pragma once
 #include "types.cuh"
@@ -6,7 +7,7 @@
 namespace narrow {
 
 // D (64 x 8 * BLOCKS, float32, 4 * BLOCKS registers a thread) += A B. `rs`: A (64 x 16) in registers; `ss`: both
-// in shared memory. TRANSPOSED_A / _B: the operand lies with its k index outermost.
+// in shared memory. TRANSPOSED_A / _B: the operand lies with its k index outermost, which tf32 does not allow.
 template <int BLOCKS>
 struct Wgmma;
 
@@ -91,6 +92,15 @@ struct Wgmma;
             asm volatile("wgmma.mma_async.sync.aligned.m64" SHAPE "k16.f32.bf16.bf16 {" NAMES##BLOCKS "}, "          \
                 O0 ", " O1 ", 1, 1, 1, " O2 ", " O3 ";"                                                              \
                 : ACC##BLOCKS : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));                               \
+        }                                                                                                            \
+        static __device__ __forceinline__ void ss_tf32(float* d, u64 a, u64 b) {                                     \
+            asm volatile("wgmma.mma_async.sync.aligned.m64" SHAPE "k8.f32.tf32.tf32 {" NAMES##BLOCKS "}, "           \
+                O0 ", " O1 ", 1, 1, 1;" : ACC##BLOCKS : "l"(a), "l"(b));                                             \
+        }                                                                                                            \
+        static __device__ __forceinline__ void rs_tf32(float* d, const u32* a, u64 b) {                              \
+            asm volatile("wgmma.mma_async.sync.aligned.m64" SHAPE "k8.f32.tf32.tf32 {" NAMES##BLOCKS "}, "           \
+                "{" O0 "," O1 "," O2 "," O3 "}, " O4 ", 1, 1, 1;"                                                    \
+                : ACC##BLOCKS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                 \
         }                                                                                                            \
     };
 WGMMA(1, "n8", "%4", "%5", "%6", "%7", "%8", "%9", "%10")

@@ -1,0 +1,283 @@
+// The passes of a block over its rows: up through the layers as far as a pass needs, down to its lowest, its weight
+// gradients on top of those of the block's other tiles. Rows go from registers to registers as in narrow_chain.cuh.
+//
+// Between passes a thread leaves its part of the network's inputs and of the errors at the lower end in device memory,
+// and only the same thread reads them back. What lies in between is computed anew.
+#pragma once
+#include "bulk_copy.cuh"
+#include "narrow_exchange.cuh"
+#include "passes_shape.cuh"
+
+namespace narrow {
+
+// Keeps what follows from `x` from being computed ahead of a loop, where it would cost a register each.
+__device__ __forceinline__ u32 here(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+// An operand's descriptor for `wgmma` from one base in units of 16 bytes: everything else is a constant.
+template <int K_BYTES, int OTHER_BYTES>
+__device__ __forceinline__ u64 descriptor(u32 base16, int at, int k16) {
+    const u32 low = base16 + (u32)((at >> 4) + k16 * (2 * K_BYTES >> 4) + (K_BYTES >> 4 << 16));
+    return (u64)(OTHER_BYTES >> 4) << 32 | low;
+}
+
+struct Walk : Chain {
+    int group;
+    u32 weights_there;  // barriers, one a layer
+    u32 phase;          // of them
+    uint4* kept;        // this thread's vectors of the block's first tile
+
+    __device__ __forceinline__ uint4* kept_tile(int tile) const { return kept + tile * KEPT_VECTORS * BLOCK_THREADS; }
+    template <int P>
+    static __device__ __forceinline__ uint4* inputs_of(uint4* tile) {
+        return tile + FIXED(input_vector_at(P)) * BLOCK_THREADS;
+    }
+    template <int P>
+    static __device__ __forceinline__ uint4* slopes_of(uint4* tile) {
+        return inputs_of<P>(tile) + FIXED(input_vectors(P)) * BLOCK_THREADS;
+    }
+    static __device__ __forceinline__ uint4* errors_of(uint4* tile) { return tile + ERRORS_VECTOR_AT * BLOCK_THREADS; }
+    template <int COUNT>
+    static __device__ __forceinline__ void keep(uint4* where, const u32 (&a)[4 * COUNT]) {
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k)
+            __stcg(where + k * BLOCK_THREADS, make_uint4(a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3]));
+    }
+    template <int COUNT>
+    static __device__ __forceinline__ void fetch(const uint4* where, u32 (&a)[4 * COUNT]) {
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) {
+            const uint4 x = load_fresh(where + k * BLOCK_THREADS);
+            a[4 * k] = x.x, a[4 * k + 1] = x.y, a[4 * k + 2] = x.z, a[4 * k + 3] = x.w;
+        }
+    }
+    // The rows of the tile whose inputs are in shared memory wait there, too.
+    __device__ __forceinline__ uint4* row_place(int half) const {
+        return (uint4*)(dynamic_shared + ROWS_AT) + 8 * (row_block + half) + ((threadIdx.x & 31) >> 2);
+    }
+    __device__ __forceinline__ void remember(const RowPair& rows) const {
+        if ((threadIdx.x & 3) == 0) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const u64 row = rows.there[half] ? rows.row[half] : ~0ull;
+                *row_place(half) = make_uint4(
+                    (u32)row, (u32)(row >> 32), __float_as_uint(rows.weight[half]), (u32)rows.label[half]);
+            }
+        }
+        __syncwarp();
+    }
+    __device__ __forceinline__ void recall(RowPair& rows) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint4 x = *row_place(half);
+            rows.there[half] = x.y != ~0u;
+            rows.row[half] = rows.there[half] ? (i64)((u64)x.y << 32 | x.x) : 0;
+            rows.weight[half] = __uint_as_float(x.z);
+            rows.label[half] = (int)x.w;
+        }
+    }
+    template <int P, int I>
+    __device__ __forceinline__ u32 input_fragment() const {
+        return fragment_address(here(shared) + FIXED(input_at(P, I)), row_block, FIXED(activation_columns(I)));
+    }
+    template <int P, int I>
+    __device__ __forceinline__ u32 error_fragment() const {
+        return fragment_address(here(shared) + FIXED(error_at(P, I)), row_block, FIXED(columns(I)));
+    }
+
+    // Layer L and those above it that pass P needs, then down again. `a`: this warp's rows of the layer's input.
+    template <int P, int L, class Above>
+    __device__ __forceinline__ void forward(const u32 (&a)[2 * columns(L)], const Above& above) const {
+        constexpr int OUT = columns(L + 1), KIND = activation(L), LOW = pass(P).low, HIGH = pass(P).high;
+        constexpr bool LAST = HIGH < LAYERS && L + 1 == HIGH - 1;
+        constexpr int BEGINS = P == 0 ? pass_from(L + 1) : 0;  // the pass that begins with what comes out
+        float z[4 * OUT];
+        if constexpr (P == 0) barrier_wait(weights_there + 8 * L, phase);
+#pragma unroll
+        for (int j = 0; j < OUT; ++j) {
+            const float2 b = bias<L>(j);
+            z[4 * j] = z[4 * j + 2] = b.x, z[4 * j + 1] = z[4 * j + 3] = b.y;
+        }
+        if (L == 1 && group == 1) asm volatile("bar.sync 1, 256;" ::: "memory");
+        const u32 base = here(shared >> 4);
+        settle(z);
+        begin_products();
+#pragma unroll
+        for (int k = 0; k < FIXED(columns(L) / 2); ++k)
+            Wgmma<OUT>::template rs<true>(
+                z, a + 4 * k, descriptor<OUT * BLOCK_BYTES, BLOCK_BYTES>(base, FIXED(weight_at(L)), k), true);
+        commit_products();
+        Targets targets;
+        RowPair rows;
+        if constexpr (L + 1 == LAYERS) {
+            recall(rows);
+            load_targets(above.raw, rows, targets);
+            if ((threadIdx.x & 3) == 0) above.totals.weight = rows.weight[0] + rows.weight[1];
+        }
+        wait_products();
+        settle(z);
+        if (L == 1 && group == 0) asm volatile("bar.arrive 1, 256;" ::: "memory");
+        if constexpr (L + 1 < LAYERS) {
+            u32 next[2 * OUT], slope[2 * OUT];
+#pragma unroll
+            for (int i = 0; i < 2 * OUT; ++i) {
+                if (KIND == RELU)
+                    next[i] = pack_relu(z[2 * i], z[2 * i + 1]);
+                else
+                    next[i] = activate_pair<KIND>(z[2 * i], z[2 * i + 1], slope[i]);
+            }
+            if constexpr (L + 1 >= LOW) {
+                store_fragments<OUT, activation_columns(L + 1)>(input_fragment<P, L + 1>(), next);
+                if constexpr (slope_waits(L + 1)) store_fragments<OUT, OUT>(error_fragment<P, L + 1>(), slope);
+            }
+            if constexpr (BEGINS > 0) {
+                keep<OUT / 2>(inputs_of<BEGINS>(above.kept), next);
+                if constexpr (keeps_slope(BEGINS)) keep<OUT / 2>(slopes_of<BEGINS>(above.kept), slope);
+            }
+            if constexpr (LAST)
+                turn<P>(above.dz, above);
+            else
+                forward<P, L + 1>(next, above);
+        } else {
+            u32 dz_top[2 * OUT];
+            output(z, above.raw, rows, targets, above.totals, dz_top);
+            store_fragments<OUT, OUT>(error_fragment<P, LAYERS>(), dz_top);
+            backward<P, LAYERS - 1>(dz_top, above);
+        }
+    }
+    // Down again from the errors that the pass before has left.
+    template <int P, class Above>
+    __device__ __forceinline__ void turn(const u32 (&dz)[2 * columns(pass(P).high)], const Above& above) const {
+        constexpr int HIGH = pass(P).high;
+        store_fragments<columns(HIGH), columns(HIGH)>(error_fragment<P, HIGH>(), dz);
+        backward<P, HIGH - 1>(dz, above);
+    }
+
+    template <int P, int L, class Above>
+    __device__ __forceinline__ void backward(const u32 (&dz)[2 * columns(L + 1)], const Above& above) const {
+        if constexpr (L > 0) {
+            constexpr int IN = columns(L), KIND = activation(L - 1);
+            float d[4 * IN];
+#pragma unroll
+            for (int i = 0; i < 4 * IN; ++i) d[i] = 0.f;  // else they would live all along the loop over tiles
+            const u32 base = here(shared >> 4);
+            settle(d);
+            begin_products();
+#pragma unroll
+            for (int k = 0; k < FIXED(columns(L + 1) / 2); ++k)
+                Wgmma<IN>::template rs<false>(
+                    d, dz + 4 * k,
+                    descriptor<BLOCK_BYTES, columns(L + 1) * BLOCK_BYTES>(base, FIXED(weight_at(L)), k), true);
+            commit_products();
+            u32 from;
+            if constexpr (slope_waits(L)) from = error_fragment<P, L>();
+            else from = input_fragment<P, L>();
+            wait_products();
+            settle(d);
+            u32 next[2 * IN];
+#pragma unroll
+            for (int k = 0; k < IN / 2; ++k) {  // not before: the registers are those of `dz`
+                u32 known[4];
+                load_blocks4<false>(known, from + k * 256);
+#pragma unroll
+                for (int i = 4 * k; i < 4 * k + 4; ++i)
+                    next[i] = backward_pair<KIND>(d[2 * i], d[2 * i + 1], known[i % 4]);
+            }
+            if constexpr (L > pass(P).low) {
+                store_fragments<IN, IN>(error_fragment<P, L>(), next);
+                backward<P, L - 1>(next, above);
+            } else {
+                keep<IN / 2>(errors_of(above.kept), next);
+            }
+        }
+    }
+};
+
+// What the upmost pass meets at the output layer.
+struct Top {
+    const Raw& raw;
+    Totals& totals;
+    uint4* kept;  // this thread's, of the tile at hand
+};
+// And a lower one.
+template <int P>
+struct Lower {
+    const u32 (&dz)[2 * columns(pass(P).high)];  // the errors that the pass before has left
+    uint4* kept;
+};
+
+template <int P>
+__device__ __forceinline__ constexpr bool belongs(int layer) {
+    return layer >= pass(P).low && layer < pass(P).high;
+}
+template <int P, int GROUP, int I>
+__device__ __forceinline__ void add_pass_items(float* sums, u32 base) {
+    if constexpr (I < ITEM_COUNT) {
+        constexpr Item ITEM = item(I);
+        constexpr int L = ITEM.layer, FIRST = ITEM.block * 8 * BLOCK_BYTES;
+        if constexpr (ITEM.group == GROUP && belongs<P>(L)) {
+            constexpr int IN = activation_columns(L), OUT = columns(L + 1), A = input_at(P, L), DZ = error_at(P, L + 1);
+#pragma unroll
+            for (int k = 0; k < TILE / 16; ++k) {
+                if constexpr (ITEM.out_major)
+                    Wgmma<IN>::template ss<true, true>(
+                        sums + ITEM.offset, descriptor<OUT * BLOCK_BYTES, BLOCK_BYTES>(base, DZ + FIRST, k),
+                        descriptor<IN * BLOCK_BYTES, BLOCK_BYTES>(base, A, k));
+                else
+                    Wgmma<OUT>::template ss<true, true>(
+                        sums + ITEM.offset, descriptor<IN * BLOCK_BYTES, BLOCK_BYTES>(base, A + FIRST, k),
+                        descriptor<OUT * BLOCK_BYTES, BLOCK_BYTES>(base, DZ, k));
+            }
+        }
+        add_pass_items<P, GROUP, I + 1>(sums, base);
+    }
+}
+template <int P, int GROUP, int N>
+__device__ __forceinline__ void add_pass_tile(int group_, float (&sums)[N], u32 shared) {
+    if constexpr (GROUP < GROUPS) {
+        const int group = GROUP == 0 ? __shfl_sync(~0u, group_, 0) : group_;  // the same in a warp, as the compiler sees
+        if (group == GROUP) {
+            const u32 base = here(shared >> 4);
+            settle(sums);
+            begin_products();
+            add_pass_items<P, GROUP, 0>(sums, base);
+            commit_products();
+            wait_products();
+            settle(sums);
+        } else {
+            add_pass_tile<P, GROUP + 1>(group, sums, shared);
+        }
+    }
+}
+template <int P, int GROUP, int I>
+__device__ __forceinline__ void write_pass_items(const float* sums, float* partial, Limit& limit) {
+    if constexpr (I < ITEM_COUNT) {
+        if constexpr (item(I).group == GROUP && belongs<P>(item(I).layer)) write_item<I>(sums, partial, limit);
+        write_pass_items<P, GROUP, I + 1>(sums, partial, limit);
+    }
+}
+template <int P, int N>
+__device__ __forceinline__ void write_pass(int group, float (&sums)[N], float* partial, Limit& limit) {
+    static_assert(GROUPS == 2, "two branches");
+    settle(sums);
+    if (group == 0) write_pass_items<P, 0, 0>(sums, partial, limit);
+    else write_pass_items<P, 1, 0>(sums, partial, limit);
+}
+
+// The columns of ones of pass P. Those beside the network's inputs stay.
+template <int P, int I = 0>
+__device__ __forceinline__ void write_ones() {
+    if constexpr (I < LAYERS) {
+        if constexpr (out_major(I) && (I == 0 ? P < 0 : P >= 0 && belongs<(P < 0 ? 0 : P)>(I))) {
+            for (int i = threadIdx.x; i < TILE; i += BLOCK_THREADS) {  // row i
+                const int block = (i >> 3) * FIXED(activation_columns(I)) + FIXED(columns(I));
+                *(uint4*)(dynamic_shared + FIXED(input_at(P < 0 ? 0 : P, I)) + block * BLOCK_BYTES + (i & 7) * 16) =
+                    make_uint4(0x3f80u, 0u, 0u, 0u);
+            }
+        }
+        write_ones<P, I + 1>();
+    }
+}
+
+}  // namespace narrow
