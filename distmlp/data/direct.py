@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distmlp.data.layout import Layout
+
+MOST_CHUNKS = 1 << 20  # of a file: they are all listed
+
+
+@dataclass(frozen=True)
+class Direct:
+    """Reads that give stretches of rows: offset and bytes (spans, 2), each in file `paths[place]`."""
+
+    paths: list[str]
+    place: NDArray
+    spans: NDArray
 
 
 class DirectRows:
@@ -17,36 +30,62 @@ class DirectRows:
     """
 
     def __init__(self, layouts: Sequence[Layout], starts: NDArray, dtype: np.dtype) -> None:
-        self.paths = [layout.path for layout in layouts]
-        direct = [layout.plain and layout.checksums is None and layout.dtype == dtype for layout in layouts]
-        self._direct, self._starts = np.array(direct), starts
+        self._paths = [layout.path for layout in layouts]
+        self._row_bytes = layouts[0].width * dtype.itemsize
+        pieces = [_pieces(layout, dtype) for layout in layouts]  # rows that lie together: all of a file, or chunks
+        counts = [len(offsets) for _, offsets in pieces]
+        self._files = np.arange(len(layouts)).repeat(counts)
+        firsts = np.concatenate([firsts for firsts, _ in pieces]) + starts[:-1].repeat(counts)
+        offsets = np.concatenate([offsets for _, offsets in pieces])
+        self._direct = offsets >= 0
         self._all = bool(self._direct.all())
-        self._row_bytes = layouts[0].row_bytes
-        self._offsets = np.array([layout.offset for layout in layouts]) - starts[:-1] * self._row_bytes
+        self._starts, self._offsets = np.append(firsts, starts[-1]), offsets - firsts * self._row_bytes
 
-    def spans(self, runs: NDArray) -> tuple[NDArray, NDArray] | None:
-        """Of stretches of rows, first global row and rows each (runs, 2): the file, and offset and bytes in it
-        (spans, 2), neighbours joined. None where one is not direct, or is empty."""
-        firsts, counts = runs.T
+    def find(self, runs: NDArray) -> list[Direct] | None:
+        """The reads for stretches of rows, first global row and rows each (windows, runs, 2), window by window;
+        neighbours in one window are one read. None where a stretch is not direct, or is empty."""
+        firsts, counts = runs.reshape(-1, 2).T
+        windows = np.arange(len(runs)).repeat(runs.shape[1])
         numbers = np.searchsorted(self._starts, firsts, side="right") - 1
         if (firsts + counts > self._starts[numbers + 1]).any():
-            numbers, firsts, counts = self._cut(numbers, firsts, counts)
+            windows, numbers, firsts, counts = self._cut(windows, numbers, firsts, counts)
         if not (self._all or self._direct[numbers].all()) or not counts.all():
             return None
         offsets, sizes = self._offsets[numbers] + firsts * self._row_bytes, counts * self._row_bytes
+        numbers = self._files[numbers]
         goes_on = (offsets[1:] == offsets[:-1] + sizes[:-1]) & (numbers[1:] == numbers[:-1])
+        goes_on &= windows[1:] == windows[:-1]
         if goes_on.any():
             heads = np.flatnonzero(np.append(True, ~goes_on))
-            numbers, offsets, sizes = numbers[heads], offsets[heads], np.add.reduceat(sizes, heads)
-        return numbers, np.stack((offsets, sizes), axis=1)
+            windows, numbers, offsets = windows[heads], numbers[heads], offsets[heads]
+            sizes = np.add.reduceat(sizes, heads)
+        spans = np.stack((offsets, sizes), axis=1)
+        bounds = np.searchsorted(windows, np.arange(len(runs) + 1)).tolist()
+        return [self._reads(numbers[a:b], spans[a:b]) for a, b in pairwise(bounds)]
 
-    def _cut(self, numbers: NDArray, firsts: NDArray, counts: NDArray) -> tuple[NDArray, NDArray, NDArray]:
-        """Stretches that go on in the next files, in pieces: file, first row, rows."""
+    def _reads(self, numbers: NDArray, spans: NDArray) -> Direct:
+        which, place = np.unique(numbers, return_inverse=True)
+        return Direct([self._paths[number] for number in which.tolist()], place, spans)
+
+    def _cut(
+        self, windows: NDArray, numbers: NDArray, firsts: NDArray, counts: NDArray
+    ) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+        """Stretches that go on in the next pieces, cut: window, piece, first row, rows."""
         ends = firsts + counts
-        parts = np.searchsorted(self._starts, ends - 1, side="right") - numbers  # files that one touches
+        parts = np.searchsorted(self._starts, ends - 1, side="right") - numbers  # that one touches
         every = np.repeat(np.arange(len(parts)), parts)
         numbers = numbers[every] + np.arange(len(every)) - np.repeat(np.cumsum(parts) - parts, parts)
         begin = np.maximum(firsts[every], self._starts[numbers])
         rows = np.minimum(ends[every], self._starts[numbers + 1]) - begin
         some = rows > 0  # files without rows lie between
-        return numbers[some], begin[some], rows[some]
+        return windows[every][some], numbers[some], begin[some], rows[some]
+
+
+def _pieces(layout: Layout, dtype: np.dtype) -> tuple[NDArray, NDArray]:
+    """Where rows that lie together begin: first row in the file, and byte; -1 where they are not as they are wanted."""
+    usable = layout.checksums is None and layout.dtype == dtype
+    if usable and layout.chunks_are_rows and layout.chunks is not None and len(layout.chunks) <= MOST_CHUNKS:
+        written = (layout.chunks["offset"] >= 0) & (layout.chunks["size"] == layout.chunk_bytes)
+        if len(layout.chunks) and written.all():
+            return np.arange(len(layout.chunks)) * layout.chunk[0], layout.chunks["offset"].astype(np.int64)
+    return np.zeros(1, np.int64), np.array([layout.offset if usable and layout.plain else -1])

@@ -3,7 +3,8 @@ cost as many reads as its inputs."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -20,7 +21,8 @@ NARROW = 8  # times as much memory must a whole row take
 class Source(Protocol):
     """Where the other columns come from."""
 
-    def read_runs(self, runs: NDArray, out: Rows, roles: tuple[str, ...]) -> None: ...
+    def find(self, runs: NDArray, roles: tuple[str, ...]) -> Sequence[Any]: ...
+    def read_runs(self, runs: NDArray, out: Rows, roles: tuple[str, ...], *, found: Any = None) -> None: ...
 
 
 class Held:
@@ -44,9 +46,13 @@ class Held:
         for task in tasks:
             task.result()
 
-    def read_runs(self, runs: NDArray, out: Rows) -> None:
+    def find(self, runs: NDArray) -> Sequence[Any]:
+        """As `Shards.find`."""
+        return self._source.find(runs, self._others)
+
+    def read_runs(self, runs: NDArray, out: Rows, *, found: Any = None) -> None:
         """As `Shards.read_runs`."""
-        self._source.read_runs(runs, out, self._others)
+        self._source.read_runs(runs, out, self._others, found=found)
         firsts, counts = runs.T
         same = int(counts[0]) if len(runs) and (counts == counts[0]).all() else 0
         for role, target, kept in zip(ROLES, out.parts, self._rows.parts, strict=False):

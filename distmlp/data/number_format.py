@@ -21,8 +21,8 @@ def number_format(dataset: h5py.Dataset) -> tuple[np.dtype, str]:
     if not same and not (stored.get_size() == 1 and dtype == np.uint8 and dataset.dtype == np.bool_):
         kind = "bits" if stored.get_class() == h5py.h5t.BITFIELD else "a number format of its own"
         return dtype, (
-            f"holds {kind} ({stored.get_size()} bytes, read as {dtype}), expected IEEE floats or plain integers of 1 "
-            f"to 8 bytes; store it again as such, in Python for example: {_again('dataset[...].astype(dtype)')}"
+            f"holds {kind} (size {stored.get_size()}, read as {dtype}), expected IEEE floats or plain integers of 1 to "
+            f"8 bytes; store it again as such, in Python for example: {_again('dataset[...].astype(dtype)')}"
         )
     return dtype, ""
 
@@ -42,7 +42,8 @@ def _instead(dtype: np.dtype) -> str:
     if h5py.check_vlen_dtype(dtype) is not None or dtype.kind == "O":
         return f"holds rows of varying length, {WANTED} and as many in every row; store a two-dimensional dataset"
     if dtype.subdtype is not None:
-        return f"holds an array type {dtype.subdtype[1]} in every element, {WANTED}; store {_again('dataset[...]')}"
+        shape = dtype.subdtype[1]
+        return f"holds an array type {shape} in every element, {WANTED}; store them as such: {_again('dataset[...]')}"
     if dtype.names is not None:
         fields = ", ".join(f"`{name}`" for name in dtype.names[:20])
         return (
@@ -52,7 +53,7 @@ def _instead(dtype: np.dtype) -> str:
     if dtype.kind == "c":
         return f"holds {dtype}, {WANTED}; store real and imaginary parts as columns of their own"
     if dtype.kind == "f":
-        return f"holds {dtype}, {WANTED}; store {_again('dataset[...].astype(np.float64)')}"
+        return f"holds {dtype}, {WANTED}; store them as such: {_again('dataset[...].astype(np.float64)')}"
     if dtype.kind in "Mm":
         return f"holds {dtype}, {WANTED}; store numbers, such as seconds: {_again('dataset[...].astype(np.int64)')}"
     return f"holds {dtype}, {WANTED}"

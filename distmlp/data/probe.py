@@ -143,7 +143,10 @@ def resolve(file: h5py.File, name: str, role: str) -> h5py.Dataset:
     if not isinstance(node, h5py.Dataset):
         kind = "a group" if isinstance(node, h5py.Group) else "not a dataset"
         if isinstance(node, h5py.Group) and {"data", "indices", "indptr"} <= set(node.keys()):
-            kind = "a sparse matrix (data, indices and indptr), which is not read; store it as an ordinary array"
+            raise Refused(
+                f"`{name}` is a sparse matrix (a group of data, indices and indptr), which is not read; store it as an "
+                "ordinary dataset, in Python for example: file[NEW] = matrix.toarray()"
+            )
         raise Refused(f"`{name}` is {kind}, expected a dataset; {_holds(file, role)}")
     return node
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from distmlp.data import aio
 from distmlp.data.decode import DamagedChunk, decode, room
-from distmlp.data.direct import DirectRows
+from distmlp.data.direct import Direct
 from distmlp.data.layout import Layout
 from distmlp.data.openfiles import OpenFiles
 from distmlp.errors import DataError
@@ -75,17 +75,13 @@ class RowReader:
         except OSError:
             return False
 
-    def read_direct(self, table: DirectRows, runs: NDArray, out: NDArray) -> bool:
-        """Stretches of global rows, one after the other into `out`, of one table and dtype; False where that does not
-        work at once, for whatever reason."""
-        found = table.spans(runs) if out.flags.c_contiguous and out.size else None
-        if found is None:
+    def read_direct(self, reads: Direct, out: NDArray) -> bool:
+        """One after the other into `out`; False where that does not work at once, for whatever reason."""
+        if not out.flags.c_contiguous or not out.size:
             return False
-        numbers, spans = found
-        which, place = np.unique(numbers, return_inverse=True)
         try:
-            files = [self._files.get(table.paths[number]) for number in which.tolist()]
-            return aio.read_spans(np.array([file.handle for file in files])[place], spans, out)
+            files = [self._files.get(path) for path in reads.paths]
+            return aio.read_spans(np.array([file.handle for file in files])[reads.place], reads.spans, out)
         except OSError:
             return False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,7 +53,11 @@ class Resident:
         wanted = rows[indices.start - planned.start : indices.stop - planned.start]
         return self.rows.map(lambda array: array.take(wanted, axis=0))
 
-    def read_runs(self, runs: NDArray, out: Rows) -> None:
+    def find(self, runs: NDArray) -> Sequence[None]:
+        """As `Shards.find`: nothing is to be found."""
+        return [None] * len(runs)
+
+    def read_runs(self, runs: NDArray, out: Rows, *, found: None = None) -> None:
         """As `Shards.read_runs`, from memory: one call an array, which holds the interpreter up once."""
         wanted = rows_of(runs) - self._first
         for target, source in zip(out.parts, self.rows.parts, strict=True):

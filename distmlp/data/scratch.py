@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from typing import IO
 
 import numpy as np
@@ -71,7 +71,11 @@ class Scratch:
                     raise SystemUnfitError(f"data.scratch = {self._folder}: {error.strerror or error}") from None
                 view, offset = view[done:], offset + done
 
-    def read_runs(self, runs: NDArray, out: Rows, roles: Container[str] = ROLES) -> None:
+    def find(self, runs: NDArray, roles: Container[str] = ROLES) -> Sequence[None]:
+        """As `Shards.find`: nothing is to be found."""
+        return [None] * len(runs)
+
+    def read_runs(self, runs: NDArray, out: Rows, roles: Container[str] = ROLES, *, found: None = None) -> None:
         """As `Shards.read_runs`."""
         firsts, counts = runs.T
         for role, part, size, begin in zip(ROLES, out.parts, self._sizes, self._starts, strict=False):

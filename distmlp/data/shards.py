@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distmlp.data.columns import differ
-from distmlp.data.direct import DirectRows
+from distmlp.data.direct import Direct, DirectRows
 from distmlp.data.inspection import Inspected, inspect_files
 from distmlp.data.layout import Layout
 from distmlp.data.reader import RowReader
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from distmlp.comm.world import World
 
 SHOWN_PROBLEMS = 20
+Found = dict[str, Direct]  # by role
 
 
 class Names(Protocol):
@@ -65,9 +66,10 @@ class Shards:
         self.weight_dtype = _common_dtype(files, "sample_weights") if "sample_weights" in first else None
         self._reader = RowReader()
         kinds = (self.input_dtype, self.target_dtype, self.weight_dtype)
-        self._dtypes = {role: kind for role, kind in zip(ROLES, kinds, strict=True) if kind and role in first}
         self._direct = {
-            role: DirectRows([file[role] for file in files], self.starts, kind) for role, kind in self._dtypes.items()
+            role: DirectRows([file[role] for file in files], self.starts, kind)
+            for role, kind in zip(ROLES, kinds, strict=True)
+            if kind and role in first
         }
 
     @classmethod
@@ -135,13 +137,23 @@ class Shards:
         """Global rows `start` to `stop - 1` into arrays made by `empty`."""
         self.read_runs(np.array([(start, stop - start)], np.int64), out)
 
-    def read_runs(self, runs: NDArray, out: Rows, roles: Container[str] = ROLES) -> None:
-        """Stretches of rows, first global row and rows each (runs, 2), one after the other into `out`; of the arrays
-        of `roles` alone. Raises DataError."""
+    def find(self, runs: NDArray, roles: Container[str] = ROLES) -> list[Found]:
+        """What `read_runs` needs to know of stretches of rows (windows, runs, 2), window by window."""
+        found: list[Found] = [{} for _ in runs]
+        for role, table in self._direct.items():
+            for window, reads in zip(found, (role in roles and table.find(runs)) or (), strict=False):
+                window[role] = reads
+        return found
+
+    def read_runs(self, runs: NDArray, out: Rows, roles: Container[str] = ROLES, *, found: Found | None = None) -> None:
+        """Stretches of rows, first global row and rows each (runs, 2), one after the other into `out`, which `empty`
+        has made; of the arrays of `roles` alone. `found`: what `find` tells of them. Raises DataError."""
+        if found is None:
+            found = self.find(runs[None], roles)[0]
         for role, array in zip(ROLES, (out.inputs, out.targets, out.weights), strict=True):
             if array is None or role not in self.files[0] or role not in roles:
                 continue
-            if array.dtype == self._dtypes[role] and self._reader.read_direct(self._direct[role], runs, array):
+            if role in found and self._reader.read_direct(found[role], array):
                 continue
             flat, done = array.reshape(len(array), self.files[0][role].width), 0
             for number, count, pieces in self._by_file(runs):

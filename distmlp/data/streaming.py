@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,18 +12,23 @@ from numpy.typing import NDArray
 from distmlp.data.lanes import Lanes
 from distmlp.data.pool import Pool, Task
 from distmlp.data.rows import Rows
-from distmlp.order import WINDOW_ROWS
+from distmlp.order import BLOCK_ROWS, WINDOW_ROWS
 
-TASK_BYTES = 8 << 20  # that a thread should read at a time
+TASK_BYTES = 24 << 20  # that a thread should read at a time
+BUSY = 8  # threads that have to be: more of them wait for the interpreter rather than for narrow rows
 ROOM_BYTES = 64 << 20  # of as many windows as are treated as one, where one of them has less
 AHEAD = 64  # windows whose blocks are worked out at once, at little more cost than those of one
-_NO_PLAN = np.empty((0, 0, 2), np.int64)
+PLANS = 3  # of so many windows, for every share, are kept: those being read, and a jump
+
+
+Share = tuple[range, int, int]  # of the tasks that read a window: streams, one part of each, of so many
 
 
 class Source(Protocol):
     """Where windows come from: the files, or rows in memory."""
 
-    def read_runs(self, runs: NDArray, out: Rows) -> None: ...
+    def find(self, runs: NDArray) -> Sequence[Any]: ...
+    def read_runs(self, runs: NDArray, out: Rows, *, found: Any = None) -> None: ...
 
 
 class Copy(Protocol):
@@ -60,7 +66,8 @@ class Windows:
         convert: Callable[[Any, int, int], object] = lambda window, first, stop: None, places: bool = True,
     ) -> None:  # fmt: skip
         self._source, self._lanes, self._pool, self._convert = source, lanes, pool, convert
-        self._places, self._plans = places, dict[range, tuple[tuple[int, int], NDArray]]()
+        self._places, self._planning = places, Lock()
+        self._plans: dict[tuple[Share, int, int], list[tuple[NDArray, Any]]] = {}
         self._single = window_rows(lanes)  # rows of the arrays of one window of the order
         self._together = len(rooms[0].rows) // self._single
         self._windows = _count(lanes)  # of the order in an epoch
@@ -118,7 +125,7 @@ class Windows:
         window.tasks = [self._pool.submit(self._order, number, window)] if self._places else []
         for place, first in self.parts(number):
             for share in self._shares:
-                window.tasks.append(self._pool.submit(self._fill, number // self.count, place, first, *share, window))
+                window.tasks.append(self._pool.submit(self._fill, number // self.count, place, first, share, window))
 
     def _keep(self, numbers: range) -> None:
         for number in [number for number in self._filling if number not in numbers]:
@@ -135,30 +142,39 @@ class Windows:
         first = number % self.count * self._together
         return [(first + k, k * self._single) for k in range(min(self._together, self._windows - first))]
 
-    def _fill(
-        self, epoch: int, place: int, begin: int, lanes: range, part: int, parts: int, window: Window
-    ) -> None:  # fmt: skip
-        """Read a share of window `place` of the order, from row `begin` of the arrays on: some streams, or one of
-        `parts` parts of a stream."""
-        streams = range(self._lanes.streams.start + lanes.start, self._lanes.streams.start + lanes.stop)
-        first, planned = self._plans.get(lanes, ((-1, -1), _NO_PLAN))
-        if first != (epoch, place // AHEAD):
-            planned = self._lanes.order.windows_runs(epoch, streams, place // AHEAD * AHEAD, AHEAD)
-            self._plans[lanes] = (epoch, place // AHEAD), planned
+    def _fill(self, epoch: int, place: int, begin: int, share: Share, window: Window) -> None:
+        """Read a share of window `place` of the order, from row `begin` of the arrays on."""
+        lanes, part, parts = share
+        planned = self._plan(epoch, place // AHEAD, share)
         if place % AHEAD < len(planned):
-            self._read(planned[place % AHEAD], part, parts, begin + lanes.start * self.stride, window)
+            before = WINDOW_ROWS // BLOCK_ROWS * part // parts * BLOCK_ROWS
+            self._read(*planned[place % AHEAD], begin + lanes.start * self.stride + before, window)
             return
-        for lane, stream in zip(lanes, streams, strict=True):  # an epoch's last window, which may be short
-            runs = self._lanes.order.window_runs(epoch, stream, place)
-            self._read(runs, part, parts, begin + lane * self.stride, window)
+        for lane in lanes:  # an epoch's last window, which may be short
+            runs = self._lanes.order.window_runs(epoch, self._lanes.streams.start + lane, place)
+            low, high = len(runs) * part // parts, len(runs) * (part + 1) // parts
+            self._read(runs[low:high], None, begin + lane * self.stride + int(runs[:low, 1].sum()), window)
 
-    def _read(self, runs: NDArray, part: int, parts: int, begin: int, window: Window) -> None:
-        """Read one of `parts` parts of `runs`, whose rows begin at `begin` of the arrays."""
-        low, high = len(runs) * part // parts, len(runs) * (part + 1) // parts
-        first, wanted = begin + int(runs[:low, 1].sum()), runs[low:high]
-        count = int(wanted[:, 1].sum())
+    def _plan(self, epoch: int, number: int, share: Share) -> list[tuple[NDArray, Any]]:
+        """What is read for a share of the whole ones of `AHEAD` windows: stretches of rows, and where they are."""
+        key = (share, epoch, number)
+        with self._planning:  # many threads come to it at once
+            if key not in self._plans:
+                lanes, part, parts = share
+                streams = range(self._lanes.streams.start + lanes.start, self._lanes.streams.start + lanes.stop)
+                runs = self._lanes.order.windows_runs(epoch, streams, number * AHEAD, AHEAD)
+                each = runs.shape[1]
+                runs = np.ascontiguousarray(runs[:, each * part // parts : each * (part + 1) // parts])
+                self._plans[key] = list(zip(runs, self._source.find(runs) if runs.size else (), strict=False))
+                for old in list(self._plans)[: -PLANS * len(self._shares)]:
+                    del self._plans[old]
+            return self._plans[key]
+
+    def _read(self, runs: NDArray, found: Any, first: int, window: Window) -> None:
+        """Read `runs`, whose rows begin at `first` of the arrays."""
+        count = int(runs[:, 1].sum())
         if count:
-            self._source.read_runs(wanted, window.rows.map(lambda array: array[first : first + count]))
+            self._source.read_runs(runs, window.rows.map(lambda array: array[first : first + count]), found=found)
             self._convert(window, first, first + count)
 
     def filled(self, number: int) -> list[range]:
@@ -202,7 +218,7 @@ class Windows:
         self._keep(range(0))
 
 
-def _shares(lanes: int, threads: int, rooms: int, rows: Rows, together: int) -> list[tuple[range, int, int]]:
+def _shares(lanes: int, threads: int, rooms: int, rows: Rows, together: int) -> list[Share]:
     """(streams, part, of so many parts of the stream) for the tasks that read a window of the order, `together` of
     which are in each of `rooms` rooms for so many `rows`.
 
@@ -213,7 +229,7 @@ def _shares(lanes: int, threads: int, rooms: int, rows: Rows, together: int) -> 
     if parts > 1:
         return [(range(lane, lane + 1), part, parts) for lane in range(lanes) for part in range(parts)]
     stream_bytes = sum(array.nbytes for array in rows.parts) // together // lanes
-    group = max(1, min(TASK_BYTES // max(1, stream_bytes), lanes * together * (rooms - 1) // threads, lanes))
+    group = max(1, min(TASK_BYTES // max(1, stream_bytes), lanes * together * (rooms - 1) // min(threads, BUSY), lanes))
     group = -(-lanes // -(-lanes // group))  # as even as can be
     return [(range(lane, min(lanes, lane + group)), 0, 1) for lane in range(0, lanes, group)]
 

@@ -20,6 +20,11 @@ class Affine:
             mean, deviation = moments
             self._mean, self._factor = mean.astype(self._dtype), (1.0 / deviation).astype(self._dtype)
 
+    @property
+    def identity(self) -> bool:
+        """Whether it leaves all values as they are."""
+        return self._exact is None
+
     def apply(self, raw: NDArray, out: NDArray) -> NDArray:
         """Standardize `raw` (rows, columns), any numeric dtype, into `out` of the engine's dtype; return `out`."""
         if self._exact is None:

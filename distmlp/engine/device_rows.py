@@ -65,21 +65,32 @@ class HostParts:
 
 
 class Staging:
-    """Pinned room for `count` rows of a feed as the kernels take them. The inputs are read where they are sent from."""
+    """Pinned room for `count` rows of a feed as the kernels take them. What needs no conversion is read into it."""
 
     def __init__(self, feed: Feed, count: int, targets: Affine) -> None:
         formats = HostParts(feed.shards.empty(0), targets).items()
         self.host: dict[str, NDArray] = {name: pinned_array(count, part) for name, part in formats}
         raw = feed.shards.empty(0)
         others = [np.empty((count, *part.shape[1:]), part.dtype) for part in raw.parts[1:]]
+        names = ["labels" if raw.targets.ndim == 1 else "targets", "weights"]
+        self._asis = {"inputs"}  # read where they are sent from
+        for place, (name, part) in enumerate(zip(names, others, strict=False)):
+            sent = self.host.get(name)
+            plain = name != "targets" or targets.identity
+            if sent is not None and plain and sent.dtype == part.dtype and sent.shape == part.shape:
+                others[place] = sent
+                self._asis.add(name)
         self.rows = type(raw)(self.host["inputs"], *others)
         self._targets = targets
 
     def convert(self, first: int, stop: int) -> None:
         """Rows `first` to `stop - 1` of `rows` have been read: the rest of them, as the kernels take it."""
+        if self._asis == self.host.keys():
+            return
         parts = HostParts(self.rows.map(lambda array: array[first:stop]), self._targets)
-        for name, part in parts.items()[1:]:
-            self.host[name][first:stop] = part
+        for name, part in parts.items():
+            if name not in self._asis:
+                self.host[name][first:stop] = part
 
 
 def pinned_array(count: int, like: NDArray) -> NDArray:

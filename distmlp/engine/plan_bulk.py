@@ -128,9 +128,16 @@ def plan_bulk(task: Task, device: Device) -> BulkPlan | None:
         gradient_n,
         splits,
         stages,
-        # Measured on an H200: ahead of the general kernel once three clusters in four have a tile of a layer.
-        4 * -(-rows // (CLUSTER * TILE_M)) * -(-max(widths) // 256) >= 3 * blocks // CLUSTER,
+        pays(task.precision, widths, rows, blocks // CLUSTER),
     )
+
+
+def pays(precision: str, widths: Sequence[int], rows: int, clusters: int) -> bool:
+    """Whether the kernel is ahead of the general one, by the tiles that a layer has; as measured on an H200."""
+    across = -(-rows // (CLUSTER * TILE_M))
+    if precision == "tf32":  # in which the general kernel is slower: one cluster in six
+        return 6 * across * max(widths[1:]) >= 256 * clusters
+    return 4 * across * -(-max(widths) // 256) >= 3 * clusters
 
 
 def stage_bytes(n: int) -> int:

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import feed_report
+from ranks_report import learnt_table, ranks_chart, ranks_of, ranks_table
 
 from distmlp.tools.bench import shorten
 
@@ -177,10 +178,13 @@ def main(arguments: list[str]) -> None:
     path = Path(arguments[0])
     record = json.loads(path.read_text())
     if path.stem.endswith("-accuracy"):
-        text = made = accuracy_table(record)
+        text = made = learnt_table(record) if "ranks" in record["rows"][0] else accuracy_table(record)
     elif path.stem.endswith("-feed"):
         text, made = feed_report.feed_table(record), feed_report.summary(record)
-        feed_report.chart(record, path)
+    elif ranks_of(record) > 1:
+        text = ranks_table(record)
+        ranks_chart(record, path)
+        made = f"{text}\n\n![Weak-scaling efficiency](tests/benchmarks/results/{path.stem}.png)"
     else:
         text = table(record)
         main_table = path.stem.endswith("-step")

@@ -29,6 +29,7 @@ import h5py
 from scaling_overview import draw
 from step import device_slug
 
+from distmlp.engine.compile import kernel_sha256
 from distmlp.errors import DistmlpError
 from distmlp.tools.bench import Preset, find_preset, make_rows
 from distmlp.tools.scaling import tell
@@ -114,7 +115,8 @@ def measure(sweep: Sweep, preset: Preset, ranks: int, transports: list[str], out
 
 
 def store(report: dict[str, Any], folder: Path) -> None:
-    """Write `report.json`, without the folders of the machine it was measured on."""
+    """Write `report.json`, without the folders of the machine it was measured on, and with the kernels it is of."""
+    report["kernel_sha256"] = kernel_sha256()
     report["config"]["data"]["train"] = "rows.h5"
     report["config"]["run"]["output"] = "run"
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+from ranks_report import TRANSPORTS, efficiencies
 from report import put_into
 
 from distmlp.tools.scaling_report import read_report, write_report
@@ -26,7 +28,10 @@ def draw(folder: Path, results: Path, readme: Path | None = None) -> None:
             groups.setdefault(group, []).append((preset, transport, report))
     for group, reports in groups.items():
         reports.sort(key=lambda named: (named[0], -_efficiency(named[2], "weak")))
-        name, steps = f"{group}-scaling", _steps(results, group)
+        name, steps = (
+            f"{group}-scaling",
+            _steps(results, group, {report.get("kernel_sha256") for *_, report in reports}),
+        )
         chart(reports, group, results / name)
         (results / f"{name}.md").write_text(table(reports, folder.name, group, steps) + "\n", encoding="utf-8")
         if readme:
@@ -40,7 +45,7 @@ def table(reports: list[Named], place: str, group: str, steps: dict[tuple[str, s
     """Markdown: a row for every transport and mode. `place`: where the reports lie; `steps`: see `_steps`."""
     lines = [
         "| network | transport | mode | global batch | µs a step (min–max) | speed-up | efficiency | communication "
-        "| efficiency by step.py |",
+        "| efficiency by ranks.py |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for preset, transport, report in reports:
@@ -96,18 +101,18 @@ def _efficiency(report: dict[str, Any], mode: str) -> float:
     return next((p["efficiency"] for p in report["points"] if p["mode"] == mode and p["ranks"] > 1), 0.0)
 
 
-def _steps(results: Path, group: str) -> dict[tuple[str, str], float]:
-    """Weak efficiency of (preset, transport) by GPUxRANKS-step.json beside GPU-step.json, of the same kernels."""
-    gpu = group.rpartition("x")[0]
-    files = [results / f"{name}-step.json" for name in (group, gpu)]
-    if not all(file.exists() for file in files):
+def _steps(results: Path, group: str, kernels: set[str | None]) -> dict[tuple[str, str], float]:
+    """Weak efficiency of (preset, transport) by GPUxRANKS-step.json, if it is of these kernels."""
+    file = results / f"{group}-step.json"
+    record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"kernel_sha256": ""}
+    if kernels != {record["kernel_sha256"]}:
         return {}
-    several, one = (json.loads(file.read_text(encoding="utf-8")) for file in files)
-    if several["kernel_sha256"] != one["kernel_sha256"]:
-        return {}
-    alone = {row["preset"]: row["us_median"] for row in one["rows"] if row["subject"] == "distmlp"}
-    own = [row for row in several["rows"] if row["subject"].startswith("distmlp") and row["ranks"] > 1]
-    return {(r["preset"], r["transport"]): alone[r["preset"]] / r["us_median"] for r in own if r["preset"] in alone}
+    return {
+        (preset, transport): reached[transport]
+        for preset, reached in efficiencies(record).items()
+        for transport in TRANSPORTS
+        if not math.isnan(reached[transport])
+    }
 
 
 def _percent(value: float | None) -> str:

@@ -12,7 +12,7 @@ from time import perf_counter
 import jax
 import jax.numpy as jnp
 import numpy as np
-from subjects import BLOCK_SECONDS, BLOCKS, RATE, Measurement, Problem, run_subject
+from subjects import BLOCKS, RATE, Measurement, Problem, run_subject
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 PRODUCTS = {"bf16": "default", "tf32": "tensorfloat32", "fp32": "float32"}
@@ -59,19 +59,18 @@ def measure(problem: Problem, warm: bool) -> Iterator[Measurement]:
 
 
 def _measure(problem: Problem, warm: bool) -> Iterator[Measurement]:
-    run = make_run(problem.precision)
-    if warm:
-        layers, shape = problem.preset.layers, (problem.batches, problem.preset.batch)
-        batches = [jax.ShapeDtypeStruct((*shape, width), jnp.float32) for width in (layers[0], layers[-1])]
-        run.lower(initial(problem), tuple(batches)).compile()
-        return
-    state, batches = initial(problem), problem.stacked(problem.rows)
+    run, state, split = make_run(problem.precision), initial(problem), None
     if len(jax.devices()) > 1:  # every batch over all GPUs, the state on each of them
         mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
         split, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*s)) for s in ((None, "data"), ()))
-        state, batches = jax.device_put(state, whole), jax.device_put(tuple(batches), split)
-    else:
-        batches = tuple(map(jnp.asarray, batches))
+        state = jax.device_put(state, whole)
+    if warm:
+        layers, shape = problem.preset.layers, (problem.batches, problem.preset.batch)
+        shapes = [jax.ShapeDtypeStruct((*shape, n), jnp.float32, sharding=split) for n in (layers[0], layers[-1])]
+        run.lower(state, tuple(shapes)).compile()
+        return
+    batches = problem.stacked(problem.rows)
+    batches = tuple(map(jnp.asarray, batches)) if split is None else jax.device_put(tuple(batches), split)
     state, losses = run(state, batches)
     losses = np.asarray(losses, np.float64)[: problem.learn_steps].tolist()
 
@@ -83,7 +82,7 @@ def _measure(problem: Problem, warm: bool) -> Iterator[Measurement]:
         return state, (perf_counter() - started) / count
 
     state, seconds = epochs(state, 2)
-    count = max(1, round(BLOCK_SECONDS / seconds))
+    count = max(1, round(problem.block_seconds / seconds))
     times = []
     for _ in range(BLOCKS):
         state, seconds = epochs(state, count)

@@ -9,7 +9,7 @@ from time import perf_counter
 
 import torch
 import torch.distributed as distributed
-from subjects import BLOCK_SECONDS, BLOCKS, RATE, Measurement, Problem, arguments, run_subject
+from subjects import BLOCKS, RATE, Measurement, Problem, arguments, run_subject
 from torch.multiprocessing import start_processes
 
 STEPS = 20  # of a block at least
@@ -59,7 +59,7 @@ def measure(problem: Problem, warm: bool) -> Iterator[Measurement]:
         return float(seconds)
 
     block(STEPS)
-    count = max(STEPS, round(BLOCK_SECONDS / block(STEPS)))
+    count = max(STEPS, round(problem.block_seconds / block(STEPS)))
     times = [block(count) * 1e6 for _ in range(BLOCKS)]
     if rank == 0:
         yield Measurement("torch-ddp", times, losses)

@@ -49,6 +49,7 @@ class Problem:
     preset: Preset
     precision: str
     batches: int
+    block_seconds: float = BLOCK_SECONDS
 
     @classmethod
     def of(cls, preset: Preset, precision: str = "bf16", data_bytes: int = 512 << 20) -> Problem:
@@ -81,24 +82,26 @@ class Problem:
         return tuple(array.reshape(*shape, array.shape[1]) for array in (rows.inputs, np.asarray(rows.targets)))
 
 
-def run_subject(measure: Callable[[Problem, bool], Iterator[Measurement]], quiet: bool = False) -> None:
+def run_subject(measure: Callable[[Problem, bool], Iterator[Measurement]], quiet: bool = False, name: str = "") -> None:
     """The program of a subject: `measure(problem, warm)` yields measurements; with `warm` it only compiles.
 
-    With `--ranks` the problem is what all of them do together. `quiet`: another rank tells of failures.
+    With `--ranks` the problem is what all of them do together. `quiet`: another rank tells of failures, with `name`.
     """
     options = arguments()
-    for name in options.presets.split(","):
+    for chosen in options.presets.split(","):
         try:
-            preset = find_preset(name)
+            preset = find_preset(chosen)
             preset = replace(preset, batch=preset.batch * options.ranks)
             problem = Problem.of(preset, options.precision, options.megabytes << 20)
+            problem.block_seconds = options.block_seconds
             for result in measure(problem, options.warm):
-                line = {"preset": name, "subject": result.subject, **summary(result.times), **result.extra}
+                line = {"preset": chosen, "subject": result.subject, **summary(result.times), **result.extra}
                 report(options.out, line | {"losses": result.losses})
         except Exception as error:  # the other presets are still measured, and the file says what is missing
             traceback.print_exc(limit=5)
             if not quiet:
-                report(options.out, {"preset": name, "failed": f"{type(error).__name__}: {error}"[:300]})
+                text = f"{name + ': ' if name else ''}{type(error).__name__}: {error}"
+                report(options.out, {"preset": chosen, "failed": text[:300]})
 
 
 def arguments() -> argparse.Namespace:
@@ -108,6 +111,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--megabytes", type=int, default=512, help="of rows, about")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, each with the preset's batch")
+    parser.add_argument("--block-seconds", type=float, default=BLOCK_SECONDS, help="(default: %(default)s)")
     parser.add_argument("--warm", action="store_true", help="fill the compilers' caches, measure nothing")
     return parser.parse_args()
 

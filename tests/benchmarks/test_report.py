@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,13 +10,18 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from accuracy_ranks import off
 from feed_report import feed_table
 from feed_report import summary as feed_summary
+from ranks import TRANSPORTS, ranks_record, with_alone
+from ranks_report import efficiencies, learnt_table, ranks_of, ranks_table, verdict
 from report import accuracy_table, ahead, summary, table
 from shapes import MOST_US, draw_shapes
 from step import disagreements, make_record
 
 from distmlp.tools.bench import PRESETS, find_preset
+
+RESULTS = Path(__file__).parent / "results"
 
 
 def line(preset: str, subject: str, us: float, loss: float = 1.0) -> dict:
@@ -96,3 +102,103 @@ def test_the_feed_is_told_in_tables_and_a_sentence() -> None:
     assert "has 2.01 GB (after a fifth of them 2.00; most at any time 2.50)" in text
     assert "0.31 GB/s shuffled row by row, 3.14 GB/s by whole batches" in text
     assert "train at 99.0% or more" in feed_summary(record)  # the fast one needs more than the files give
+
+
+def ranks_lines(us: dict[str, float]) -> list[dict]:
+    return [
+        line("seed-1024", f"distmlp-{name}" if name in TRANSPORTS else name, value) | {"transport": name}
+        for name, value in us.items()
+    ]
+
+
+def test_several_gpus_are_told_beside_one() -> None:
+    """Every transport, what `peer` adds, efficiencies, JAX's, and what was not measured."""
+    together = ranks_lines({"peer": 125.0, "nccl": 250.0, "staged": 500.0, "jax-scan": 300.0, "torch-ddp": 900.0})
+    alone = [line("seed-1024", "distmlp", 100.0), line("seed-1024", "jax-scan", 150.0)]
+    record = ranks_record(together, alone, [PRESETS["seed-1024"]], 2)
+    text = ranks_table(record)
+    row = "| seed-1024 | 1,024 | 100 | **125** | 250 | – | 500 | 25.0 | **80%** | 150 | 300 | 50% | 900 |"
+    assert row in text
+    assert record["missing"] == ["seed-1024: mpi was not measured"]
+    assert record["learning"] == []
+    assert "scales better than JAX in 1 of 1 rows" in text
+    assert sorted(row["ranks"] for row in record["rows"]) == [1, 1, 2, 2, 2, 2, 2]
+
+
+def test_several_gpus_are_told_without_one() -> None:
+    record = ranks_record(ranks_lines({"peer": 125.0}), [], [PRESETS["seed-1024"]], 2)
+    assert "| seed-1024 | 1,024 | – | **125** | – | – | – | – | **–** | – | – | – | – |" in ranks_table(record)
+    assert verdict(record) == ""
+
+
+def test_steps_on_one_gpu_may_come_from_another_file() -> None:
+    presets = [PRESETS["seed-1024"]]
+    record = ranks_record(ranks_lines({"peer": 125.0, "jax-scan": 300.0}), [], presets, 2, ("peer",))
+    assert record["missing"] == ["seed-1024: distmlp was not measured (one GPU)"]
+    single = make_record([line("seed-1024", "distmlp", 100.0), line("seed-1024", "torch-graph", 90.0)], presets, "bf16")
+    both = with_alone(record, single)
+    assert efficiencies(both)["seed-1024"]["peer"] == 0.8
+    assert both["missing"] == []
+    assert len(with_alone(both, single)["rows"]) == len(both["rows"]) == 3
+    with pytest.raises(SystemExit, match="kernel_sha256 differs"):
+        with_alone(record, {**single, "kernel_sha256": "other"})
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*x*-step.json")), ids=lambda path: path.stem)
+def test_tables_of_several_gpus_are_those_of_the_results(path: Path) -> None:
+    text = ranks_table(json.loads(path.read_text()))
+    assert path.with_suffix(".md").read_text() == text + "\n"
+    assert text in (RESULTS.parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+def test_what_several_gpus_learn_is_told_and_compared_with_one() -> None:
+    row = {"dataset": "fashion", "precision": "bf16", "ranks": 2, "accuracy": 0.8912, "validation_loss": 0.31}
+    rows = [{**row, "transport": "none", "ranks": 1}, {**row, "transport": "peer"}]
+    record = {"rows": rows, "device": "G", "driver": "1", "date": "2026-01-02T03"}
+    assert "| fashion | peer | 2 | 0.8912 | 0.3100 |" in learnt_table(record)
+    assert "| fashion | one rank | 1 |" in learnt_table(record)
+    assert off(rows) == []
+    rows += [{**row, "transport": "mpi", "accuracy": 0.88}, {"transport": "nccl", "failed": "no NCCL"}]
+    assert off(rows) == ["nccl: no NCCL", "mpi: accuracy 0.8800, on one GPU 0.8912"]
+
+
+def scaling_reports() -> dict[str, dict[tuple[str, str], dict]]:
+    """By GPUxRANKS: (preset, transport) → what is committed under results/scaling."""
+    found: dict[str, dict[tuple[str, str], dict]] = {}
+    for path in sorted((RESULTS / "scaling").glob("*x*-*/report.json")):
+        group, _, rest = path.parent.name.partition("-")
+        preset, _, transport = rest.rpartition("-")
+        found.setdefault(group, {})[preset, transport] = json.loads(path.read_text())
+    return found
+
+
+def test_scaling_reports_agree_with_the_steps_of_the_same_kernels() -> None:
+    """Weak efficiency through the command and through the engine, as far as both were measured."""
+    for group, reports in scaling_reports().items():
+        file = RESULTS / f"{group}-step.json"
+        if not file.exists():
+            continue
+        record = json.loads(file.read_text())
+        reached = efficiencies(record)
+        for (preset, transport), report in reports.items():
+            if report.get("kernel_sha256") != record["kernel_sha256"] or preset not in reached:
+                continue
+            points = [p for p in report["points"] if p["mode"] == "weak" and p["ranks"] == ranks_of(record)]
+            for point in points:
+                assert point["efficiency"] == pytest.approx(reached[preset][transport], abs=0.1), (preset, transport)
+
+
+def test_the_overview_of_scaling_is_that_of_the_reports() -> None:
+    readme = (RESULTS.parents[2] / "README.md").read_text(encoding="utf-8")
+    for group, reports in scaling_reports().items():
+        text = (RESULTS / f"{group}-scaling.md").read_text(encoding="utf-8")
+        assert f"results/{group}-scaling.png" in readme
+        for (preset, transport), report in reports.items():
+            for point in report["points"]:
+                if point["ranks"] > 1:
+                    us = f"**{point['us_per_step_median']:,.0f}**"
+                    row = next(
+                        row for row in text.splitlines()
+                        if row.startswith(f"| {preset} | [{transport}](") and f"| {point['mode']} |" in row
+                    )  # fmt: skip
+                    assert us in row or f"**{point['us_per_step_median']:.1f}**" in row

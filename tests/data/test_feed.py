@@ -37,8 +37,8 @@ def open_shards_of(folder):
 
 
 def shorten_windows(monkeypatch):
-    monkeypatch.setattr(order_module, "BLOCK_ROWS", 16)
     for module in (order_module, streaming):
+        monkeypatch.setattr(module, "BLOCK_ROWS", 16)
         monkeypatch.setattr(module, "WINDOW_ROWS", 64)
 
 
@@ -312,9 +312,12 @@ def test_narrow_columns_are_read_once(tmp_path, monkeypatch, features, held):
     feed = Feed(shards, order, at(1, 2), "stream", 2)
     read = []
     original = shards.read_runs
-    monkeypatch.setattr(
-        shards, "read_runs", lambda runs, out, roles=ROLES: read.extend(roles) or original(runs, out, roles)
-    )
+
+    def counted(runs, out, roles=ROLES, **rest):
+        read.extend(roles)
+        original(runs, out, roles, **rest)
+
+    monkeypatch.setattr(shards, "read_runs", counted)
     for epoch in range(3):
         for number in range(order.batches_per_epoch):
             batch = feed.batch(epoch, number)

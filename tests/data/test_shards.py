@@ -51,6 +51,17 @@ def test_files_of_different_number_types_and_layouts_go_together(tmp_path):
     np.testing.assert_array_equal(rows.targets, np.concatenate([X, X])[:, :2])
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(("<f4", "<f8", ">f8", "<i2"))))
+def test_files_of_all_types_in_any_order(tmp_path, order):
+    """The common type is that of one of them, whose rows are read as they lie, wherever it stands."""
+    for number, dtype in enumerate(order):
+        options = {"chunks": (3, 3)} if number % 2 else {}
+        write_shard(tmp_path / f"{number}.h5", (X + 10 * number).astype(dtype), X[:, :1], **options)
+    found = open_shards(tmp_path).read(0, 32).inputs
+    wanted = np.concatenate([(X + 10 * k).astype(dtype).astype("f8") for k, dtype in enumerate(order)])
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_one_target_column_however_it_is_shaped(tmp_path):
     write_shard(tmp_path / "a.h5", X[:, 0], X[:, 1])
     rows = open_shards(tmp_path).read(0, 8)
@@ -195,7 +206,7 @@ BAD = {
     "references": (vary(inputs=references), ["`inputs` holds references to other objects"]),
     "ragged": (vary(inputs=ragged), ["`inputs` holds rows of varying length"]),
     "arrays": (vary(inputs=arrays), ["`inputs` holds an array type (3,) in every element"]),
-    "bits": (vary(inputs=bits), ["`inputs` holds bits (1 bytes"]),
+    "bits": (vary(inputs=bits), ["`inputs` holds bits (size 1"]),
     "times": (vary(inputs=times), ["`inputs` holds datetime64[s]", "astype(np.int64)"]),
     "sparse": (vary(inputs=None, **{f"inputs/{n}": X[0] for n in ("data", "indices", "indptr")}), ["a sparse matrix"]),
     "transposed": (vary(inputs=X.T), ["`inputs` has 3 rows, but `targets` has 8", "looks transposed"]),

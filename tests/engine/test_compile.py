@@ -46,7 +46,7 @@ FAMILIES = {
     "tf32 bulk": ((512,) * 6, 16384, "tf32", {}, "adam"),
     "bf16 bulk, several ranks": ((512,) * 6, 16384, "bf16", {}, "adam"),
     "bf16 passes": ((32, 128, 128, 128, 128, 16), 65536, "bf16", {}, "adam"),
-    "bf16 sweep": ((64, *(128,) * 7, 16), 65536, "bf16", {"activation": "gelu"}, "adam"),
+    "bf16 sweep": ((64, *(128,) * 7, 16), 65536, "bf16", {}, "adam"),
     "bf16 narrow, several ranks": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
     "tf32 several ranks": ((100, 500, 10), 32, "tf32", {}, "momentum"),
     "fp32 ranks, reproducible": ((100, 500, 10), 32, "fp32", {}, "sgd"),

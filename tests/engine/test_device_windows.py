@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 
+import h5py
 import numpy as np
 import pytest
-from data.samples import at, open_shards, write_ids
+from data.samples import SOFTMAX, alone, at, open_shards, write_ids
 
 from distmlp.data import streaming
 from distmlp.data.feed import Feed
@@ -160,3 +161,43 @@ def test_resident_rows_arrive_piece_by_piece(on_host, shards, monkeypatch, piece
         np.testing.assert_array_equal(rows.place.arena.view("inputs", "f4", 3)[:, 0], wanted)
         np.testing.assert_array_equal(rows.place.arena.view("targets", "f4", 1)[:, 0], wanted)
         feed.close()
+
+
+@pytest.mark.parametrize("place", ["windows", "resident"])
+@pytest.mark.parametrize(
+    ("targets", "weights", "asis"),
+    [
+        ("f4", "f4", {"inputs", "targets", "weights"}),
+        ("f8", "f8", {"inputs"}),
+        ("i4", "f4", {"inputs", "labels", "weights"}),
+    ],
+)
+def test_what_needs_no_conversion_is_read_where_it_is_sent_from(
+    on_host, tmp_path, monkeypatch, place, targets, weights, asis
+):
+    monkeypatch.setattr(streaming, "ROOM_BYTES", 1)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("inputs", data=np.arange(10_000, dtype="u2")[:, None], chunks=(300, 1))
+        file["targets"] = np.arange(10_000).astype(targets)
+        file["w"] = np.arange(10_000).astype(weights)
+    shards = open_shards(tmp_path, SOFTMAX if targets == "i4" else "mse", sample_weights="w")
+    order = Order(shards.rows, 2, 500, 3, True)
+    feed, own = Feed(shards, order, alone(), "stream", 2), device_rows.OwnRows(order, range(2))
+    assert device_rows.Staging(feed, 5, Affine(None, np.float32))._asis == asis
+    kind = device_windows.WindowRows if place == "windows" else device_rows.ResidentRows
+    rows = kind(feed, Affine(None, np.float32), own, Ledger(), 90)
+    if place == "resident":
+        arena = rows.place.arena
+        found = np.arange(10_000)
+    for number in range(order.batches_per_epoch) if place == "windows" else [0]:
+        if place == "windows":
+            placed, firsts = rows.prepare(1, range(number, number + 1))
+            arena = placed.arena
+            found = arena.view("index", "u4")[firsts[0] : firsts[0] + 500]
+            rows.launched()
+        wanted = order.batch_rows(1, number, range(2)) if place == "windows" else found
+        np.testing.assert_array_equal(arena.view("inputs", "u2")[found], wanted)
+        name, dtype = ("labels", "i4") if targets == "i4" else ("targets", "f4")
+        np.testing.assert_array_equal(arena.view(name, dtype)[found], wanted)
+        np.testing.assert_array_equal(arena.view("weights", "f4")[found], wanted)
+    feed.close()

@@ -147,6 +147,20 @@ def test_pays_where_clusters_have_work(widths: tuple[int, ...], rows: int, pays:
     assert found.pays == pays
 
 
+@pytest.mark.parametrize(
+    ("widths", "rows", "pays"),
+    [
+        ((256,) * 6, 4096, True), ((100, 1000, 1000, 2), 1024, True), ((32, 64, 64, 16), 65536, True),
+        ((784, 512, 512, 10), 1024, False), ((64, 128, 128, 8), 4096, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_pays_sooner_in_tf32(widths: tuple[int, ...], rows: int, pays: bool) -> None:
+    found = plan(widths, rows, precision="tf32")
+    assert found is not None
+    assert found.pays == pays
+
+
 def test_is_taken_by_name_where_it_does_not_pay() -> None:
     small = task((40, 2000, 50), 1500)
     assert make_plan(small, H200).kernel != "bulk"

@@ -31,7 +31,8 @@ NARROW = RANKED.but(
 )  # fmt: skip
 SWEEP = NARROW.but(kernel="sweep", widths=(32, 128, 128, 16), batch=18_000, batches=2)
 BULK = NARROW.but(kernel="bulk", widths=(70, 300, 200, 16), batch=1500)
-CASES = [RANKED, RANKED.but(precision="bf16"), NARROW, SWEEP, BULK]
+PASSES = SWEEP.but(kernel="passes")
+CASES = [RANKED, RANKED.but(precision="bf16"), NARROW, SWEEP, BULK, PASSES]
 CASES_OF_RANKS = [(case, 2) for case in CASES]
 GPUS = len(list_gpus())
 TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
@@ -69,7 +70,7 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return found
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=["fp32", "bf16", "narrow", "sweep", "bulk"])
+@pytest.mark.parametrize("number", range(len(CASES)), ids=["fp32", "bf16", "narrow", "sweep", "bulk", "passes"])
 def test_trains_like_one_rank_with_the_same_bits_on_both(report, number):
     found, limit = report["training"][number], LIMITS[CASES[number].precision]
     assert found["steps_with_differing_ranks"] == []
