@@ -9,44 +9,49 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpu.cases import Case
+from gpu.checks import hopper_only
 
 TOOL = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 SCRIPT = """
 import sys
-from gpu.cases import Case, rates
-from gpu.test_sanitizer import CASES
-for case in CASES:
+from gpu.cases import rates
+from gpu.test_sanitizer import GROUPS
+for case in GROUPS[sys.argv[1]]:
     engine = case.fused(poison=None)
+    assert engine.plan.kernel == case.kernel
     assert engine.train(0, 0, rates(3)).steps == 3
-    engine.predict(case.data().inputs)
+    engine.predict(case.data().inputs[:100])
     engine.close()
 print("done")
 """
-
-
-def _cases() -> list:
-    from gpu.cases import Case
-
-    return [
+SPECIAL = Case(widths=(5, 33, 3), optimizer="adam", precision="bf16", extra=3)
+GROUPS = {
+    "wide": [
         Case(widths=(5, 33, 3), batch=40, optimizer="adam", extra=3),
         Case(widths=(5, 33, 3), batch=40, optimizer="adam", precision="bf16", options={"clip_norm": 0.1}, extra=3),
         Case(widths=(7, 66, 11), batch=300, loss="softmax_cross_entropy", labels=True, precision="tf32", extra=3),
         Case(widths=(5, 17, 9), batch=40, optimizer="lamb", weights=True, extra=3),
-        Case(widths=(5, 33, 3), batch=140, optimizer="adam", precision="bf16", kernel="narrow", extra=3),
-    ]
-
-
-CASES = _cases()
+    ],
+    "narrow": [SPECIAL.but(kernel="narrow", batch=140)],
+    "resident": [SPECIAL.but(kernel="resident", batch=40)],
+    "sweep": [SPECIAL.but(kernel="sweep", batch=8500)],
+    "chain": [SPECIAL.but(kernel="chain", widths=(5, 140, 3), batch=1000)],
+    "bulk": [SPECIAL.but(kernel="bulk", widths=(5, 70, 3), batch=140)],
+}
+CASES = [case for cases in GROUPS.values() for case in cases]
+KERNELS = [pytest.param(name, marks=hopper_only if name in ("sweep", "chain", "bulk") else ()) for name in GROUPS]
 
 
 @pytest.mark.skipif(not os.path.exists(TOOL), reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
-def test_sanitizer_is_clean(tool: str) -> None:
+def test_sanitizer_is_clean(tool: str, kernel: str) -> None:
     tests = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(
         [str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
     done = subprocess.run(
-        [TOOL, f"--tool={tool}", "--error-exitcode=9", sys.executable, "-c", SCRIPT],
+        [TOOL, f"--tool={tool}", "--error-exitcode=9", sys.executable, "-c", SCRIPT, kernel],
         capture_output=True, text=True, timeout=240, env=environment, cwd=tests.parent,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
