@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 from engine.fakes import FakeFeed, FakeWorld, make_config, make_network
 from numpy.typing import NDArray
@@ -161,3 +164,22 @@ def error(value: NDArray, wanted: NDArray) -> float:
 
 def rates(count: int, rate: float = 0.01) -> NDArray:
     return np.full(count, rate)
+
+
+def drawn(count: int, case: Callable[..., Case], **strategies: st.SearchStrategy) -> list[Case]:
+    """Up to `count` different cases of what hypothesis draws, the same in every process.
+
+    As parameters of a test they are compiled ahead, side by side, and each has a time limit to itself.
+    """
+    found: list[Case] = []
+
+    @hypothesis.settings(
+        max_examples=2 * count, derandomize=True, deadline=None, database=None, phases=[hypothesis.Phase.generate]
+    )
+    @hypothesis.given(st.builds(case, **strategies))
+    def collect(one: Case) -> None:
+        if str(one) not in map(str, found):
+            found.append(one)
+
+    collect()
+    return found[-count:]  # the first are the simplest

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from gpu.cases import Case, rates
+from gpu.cases import Case, drawn, rates
 from gpu.checks import (
     bits,
     check,
@@ -132,12 +131,18 @@ def test_skips_a_bad_batch() -> None:
     check_skips(CASES[1])
 
 
-@hypothesis.settings(max_examples=5, derandomize=True, deadline=None, database=None)
-@hypothesis.given(
+DRAWN = drawn(
+    5,
+    lambda widths, batch, extra, precision: BASE.but(
+        widths=tuple(widths), batch=batch, extra=min(extra, batch - 1), limit=2.0, precision=precision
+    ),
     widths=st.lists(st.sampled_from([1, 2, 15, 17, 64, 65, 129, 300]), min_size=2, max_size=5),
     batch=st.integers(1, 400),
     extra=st.integers(0, 5),
     precision=st.sampled_from(["bf16", "tf32"]),
 )
-def test_drawn_shapes(widths: list[int], batch: int, extra: int, precision: str) -> None:
-    check(BASE.but(widths=tuple(widths), batch=batch, extra=min(extra, batch - 1), limit=2.0, precision=precision))
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=str)
+def test_drawn_shapes(case: Case) -> None:
+    check(case)

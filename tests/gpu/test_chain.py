@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from gpu.cases import Case
+from gpu.cases import Case, drawn
 from gpu.checks import (
     check,
     check_bits_repeat,
@@ -89,13 +88,19 @@ def test_evaluation_sees_the_trained_weights() -> None:
     check_evaluation(MID)
 
 
-@hypothesis.settings(max_examples=6, derandomize=True, deadline=None, database=None)
-@hypothesis.given(
+DRAWN = drawn(
+    6,
+    lambda widths, widest, outputs, batch, extra: BASE.but(
+        widths=(*widths, widest, outputs), batch=batch, extra=extra, limit=2.0
+    ),
     widths=st.lists(st.sampled_from([5, 64, 65, 100, 128, 192, 257, 320]), min_size=1, max_size=3),
     widest=st.integers(129, 400),
     outputs=st.integers(2, 140),
     batch=st.integers(1000, 6000),
     extra=st.sampled_from([0, 65]),
 )
-def test_drawn_shapes(widths: list[int], widest: int, outputs: int, batch: int, extra: int) -> None:
-    check(BASE.but(widths=(*widths, widest, outputs), batch=batch, extra=extra, limit=2.0))
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=str)
+def test_drawn_shapes(case: Case) -> None:
+    check(case)

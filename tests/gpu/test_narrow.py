@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from gpu.cases import Case
+from gpu.cases import Case, drawn
 from gpu.checks import (
     check,
     check_bits_repeat,
@@ -102,11 +101,15 @@ def test_skips_a_bad_batch() -> None:
     check_skips(CASES[1])
 
 
-@hypothesis.settings(max_examples=6, derandomize=True, deadline=None, database=None)
-@hypothesis.given(
+DRAWN = drawn(
+    6,
+    lambda widths, batch, extra: BASE.but(widths=tuple(widths), batch=batch, extra=min(extra, batch - 1), limit=2.0),
     widths=st.lists(st.sampled_from([1, 2, 5, 8, 15, 16, 17, 31, 48, 64]), min_size=2, max_size=5),
     batch=st.integers(1, 400),
     extra=st.integers(0, 5),
 )
-def test_drawn_shapes(widths: list[int], batch: int, extra: int) -> None:
-    check(BASE.but(widths=tuple(widths), batch=batch, extra=min(extra, batch - 1), limit=2.0))
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=str)
+def test_drawn_shapes(case: Case) -> None:
+    check(case)

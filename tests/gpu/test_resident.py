@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from gpu.cases import Case, error, rates
+from gpu.cases import Case, drawn, error, rates
 from gpu.checks import (
     check,
     check_bits_repeat,
@@ -113,12 +112,18 @@ def test_skips_a_bad_batch() -> None:
     check_skips(SEED)
 
 
-@hypothesis.settings(max_examples=6, derandomize=True, deadline=None, database=None)
-@hypothesis.given(
+DRAWN = drawn(
+    6,
+    lambda widths, outputs, batch, extra: BASE.but(
+        widths=(*widths, outputs), batch=batch, extra=min(extra, batch - 1), limit=2.0
+    ),
     widths=st.lists(st.sampled_from([5, 8, 15, 16, 17, 31, 48, 64]), min_size=2, max_size=4),
     outputs=st.integers(2, 16),
     batch=st.integers(8, 40),  # differences of a few numbers cancel to less than bfloat16 tells
     extra=st.sampled_from([0, 5]),
 )
-def test_drawn_shapes(widths: list[int], outputs: int, batch: int, extra: int) -> None:
-    check(BASE.but(widths=(*widths, outputs), batch=batch, extra=min(extra, batch - 1), limit=2.0))
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=str)
+def test_drawn_shapes(case: Case) -> None:
+    check(case)

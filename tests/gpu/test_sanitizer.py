@@ -36,17 +36,24 @@ GROUPS = {
     "narrow": [SPECIAL.but(kernel="narrow", batch=140)],
     "resident": [SPECIAL.but(kernel="resident", batch=40)],
     "sweep": [SPECIAL.but(kernel="sweep", batch=8500)],
+    "passes": [SPECIAL.but(kernel="passes", batch=8500)],
     "chain": [SPECIAL.but(kernel="chain", widths=(5, 140, 3), batch=1000)],
     "bulk": [SPECIAL.but(kernel="bulk", widths=(5, 70, 3), batch=140)],
 }
 CASES = [case for cases in GROUPS.values() for case in cases]
-KERNELS = [pytest.param(name, marks=hopper_only if name in ("sweep", "chain", "bulk") else ()) for name in GROUPS]
+KERNELS = [
+    pytest.param(name, marks=hopper_only if name in ("sweep", "passes", "chain", "bulk") else ()) for name in GROUPS
+]
 
 
 @pytest.mark.skipif(not os.path.exists(TOOL), reason="compute-sanitizer is not installed")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
 def test_sanitizer_is_clean(tool: str, kernel: str) -> None:
+    if (tool, kernel) == ("racecheck", "chain"):
+        # Seen with CUDA 13.0: two accesses with a `bar.sync` of 96 threads between them are said to race once another
+        # warp has arrived at a second barrier by `bar.arrive`, in a kernel of twenty lines that does nothing else, too.
+        pytest.skip("racecheck does not understand arrivals at named barriers")
     tests = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(
         [str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])}  # fmt: skip

@@ -11,6 +11,7 @@ from distmlp.data.shards import Rows
 from distmlp.errors import SystemUnfitError
 
 DISTINCT = 1000
+pytestmark = pytest.mark.xdist_group("large")  # one at a time: they take a good part of a GPU's memory
 
 
 class Repeating(Case):

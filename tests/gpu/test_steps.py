@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from gpu.cases import Case, error, rates
+from gpu.cases import Case, drawn, error, rates
 from gpu.checks import check
 
 from distmlp.engine.layout import ACTIVATIONS
@@ -96,12 +95,18 @@ def test_flat_gradient() -> None:
     assert error(gradient / weight, first.slots["momentum"]) < 1e-6
 
 
-@hypothesis.settings(max_examples=25, derandomize=True, deadline=None, database=None)
-@hypothesis.given(
+DRAWN = drawn(
+    25,
+    lambda widths, batch, extra, precision: Case(
+        widths=tuple(widths), batch=batch, extra=min(extra, batch - 1), precision=precision, limit=2.0
+    ),
     widths=st.lists(st.sampled_from([1, 2, 3, 5, 8, 17, 31, 64, 65, 100]), min_size=2, max_size=6),
     batch=st.integers(1, 150),
     extra=st.integers(0, 5),
     precision=st.sampled_from(PRECISIONS),
 )
-def test_drawn_shapes(widths: list[int], batch: int, extra: int, precision: str) -> None:
-    check(Case(widths=tuple(widths), batch=batch, extra=min(extra, batch - 1), precision=precision, limit=2.0))
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=str)
+def test_drawn_shapes(case: Case) -> None:
+    check(case)
