@@ -97,8 +97,13 @@ def test_flat_gradient() -> None:
 
 DRAWN = drawn(
     25,
+    # The errors of one output in a few rows can cancel to less than bfloat16 tells.
     lambda widths, batch, extra, precision: Case(
-        widths=tuple(widths), batch=batch, extra=min(extra, batch - 1), precision=precision, limit=2.0
+        widths=tuple(widths),
+        batch=batch + 8 * (widths[-1] == 1),
+        extra=min(extra, batch - 1),
+        precision=precision,
+        limit=2.0,
     ),
     widths=st.lists(st.sampled_from([1, 2, 3, 5, 8, 17, 31, 64, 65, 100]), min_size=2, max_size=6),
     batch=st.integers(1, 150),
