@@ -1,4 +1,4 @@
-"""The sample order: what CONTRACT.md promises of it, over many shapes of data, ranks and seeds."""
+"""The sample order: what users are promised of it, over many shapes of data, ranks and seeds."""
 
 import numpy as np
 import pytest

@@ -79,6 +79,15 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
     assert found == []
 
 
+def test_documents_that_are_named_exist() -> None:
+    """A reader of a clone has nothing else."""
+    names = {path.name for path in tracked()}
+    for path in tracked():
+        if path.suffix in (".py", ".md", ".cu", ".cuh", ".sh", ".sbatch", ".toml"):
+            found = set(re.findall(r"\b[A-Z][A-Z-]+\.md\b", path.read_text(encoding="utf-8")))
+            assert found <= {*names, "FILE.md"}, f"{path.relative_to(PROJECT)}: {found - names}"
+
+
 def test_version_stands_in_one_place() -> None:
     configuration = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
     assert 'dynamic = ["version"]' in configuration

@@ -108,7 +108,7 @@ def test_sum_is_that_of_all_ranks(count, which, monkeypatch):
 
 
 class Blocking:
-    """A communicator without non-blocking calls, which crash on device memory in common builds (FIELD-CASES B09)."""
+    """A communicator without non-blocking calls, which crash on device memory in common builds."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.used = inner, set()

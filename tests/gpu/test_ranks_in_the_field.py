@@ -1,4 +1,4 @@
-"""What users of other programs met with several ranks on GPUs: FIELD-CASES A03, A04, A06, B01, B03, B04, B08, H02."""
+"""What users of other programs met with several ranks on GPUs."""
 
 from __future__ import annotations
 
