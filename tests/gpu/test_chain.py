@@ -56,9 +56,12 @@ def test_steps(case: Case) -> None:
     check_planned(case, "wide")
 
 
-@pytest.mark.parametrize("dtype", ["u1", "i2", "i4", "f2", "f8"])
-def test_raw_types(dtype: str) -> None:
-    check(BASE.but(dtype=dtype, standardize=True))
+RAW_TYPES = [BASE.but(dtype=dtype, standardize=True) for dtype in ("u1", "i2", "i4", "f2", "f8")]
+
+
+@pytest.mark.parametrize("case", RAW_TYPES, ids=lambda case: case.dtype)
+def test_raw_types(case: Case) -> None:
+    check(case)
 
 
 def test_follows_the_wide_kernel() -> None:

@@ -68,9 +68,14 @@ def test_shapes(case: Case) -> None:
     check_planned(case, "narrow")
 
 
-@pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f8"])
-def test_raw_types(dtype: str) -> None:
-    check(BASE.but(dtype=dtype, standardize=True))
+RAW_TYPES = [
+    BASE.but(dtype=dtype, standardize=True) for dtype in ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f8")
+]
+
+
+@pytest.mark.parametrize("case", RAW_TYPES, ids=lambda case: case.dtype)
+def test_raw_types(case: Case) -> None:
+    check(case)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
