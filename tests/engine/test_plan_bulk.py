@@ -93,6 +93,7 @@ def test_asks_for_no_more_than_there_is(widths: tuple[int, ...], rows: int, prec
     assert found.blocks <= device.multiprocessors
     assert found.blocks % CLUSTER == 0
     assert found.splits <= found.blocks // CLUSTER  # shares of a tile wait for each other
+    assert found.splits <= found.gradient_n // 16  # stripes that are finished
 
 
 @pytest.mark.parametrize("multiprocessors", [14, 16, 26, 60, 78, 114, 132])

@@ -38,7 +38,11 @@ GROUPS = {
     "sweep": [SPECIAL.but(kernel="sweep", batch=8500)],
     "passes": [SPECIAL.but(kernel="passes", batch=8500)],
     "chain": [SPECIAL.but(kernel="chain", widths=(5, 140, 3), batch=1000)],
-    "bulk": [SPECIAL.but(kernel="bulk", widths=(5, 70, 3), batch=140)],
+    "bulk": [
+        SPECIAL.but(kernel="bulk", widths=(5, 70, 3), batch=140),
+        SPECIAL.but(kernel="bulk", widths=(128, 256, 3), batch=700, activation="relu"),  # tiles that a layer has whole
+        SPECIAL.but(kernel="bulk", widths=(128, 256, 3), batch=140, precision="tf32"),
+    ],
 }
 CASES = [case for cases in GROUPS.values() for case in cases]
 KERNELS = [
