@@ -111,8 +111,7 @@ def plan_bulk(task: Task, device: Device) -> BulkPlan | None:
     block = BLOCK_COLUMNS[task.precision]
     n = min(fitting, key=lambda n: chain_clocks(pairs, rows, n, blocks, block))
     gradient_n, splits = min(
-        # Of the columns of a tile every share finishes 16 at least.
-        ((n, splits) for n in WIDTHS_OF_TILES for splits in range(1, min(MAX_SPLITS, n // 16) + 1)),
+        ((n, splits) for n in WIDTHS_OF_TILES for splits in range(1, MAX_SPLITS + 1)),
         key=lambda choice: gradient_clocks(pairs, rows, choice[0], choice[1], blocks, block),
     )
     room = device.shared_bytes - STATIC_BYTES - STAGING_BYTES[task.precision]

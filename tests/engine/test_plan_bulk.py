@@ -93,7 +93,12 @@ def test_asks_for_no_more_than_there_is(widths: tuple[int, ...], rows: int, prec
     assert found.blocks <= device.multiprocessors
     assert found.blocks % CLUSTER == 0
     assert found.splits <= found.blocks // CLUSTER  # shares of a tile wait for each other
-    assert found.splits <= found.gradient_n // 16  # stripes that are finished
+
+
+def test_parameters_are_not_at_the_arenas_start() -> None:
+    """A share of a tile without a stripe of its own asks for 16 numbers ahead of them, and uses none."""
+    names = [buffer.name for buffer in make_plan(task(MID, 16384), H200, "bulk").buffers]
+    assert names.index("parameters") > 0
 
 
 @pytest.mark.parametrize("multiprocessors", [14, 16, 26, 60, 78, 114, 132])
