@@ -50,7 +50,8 @@ class WindowRows:
         self._windows = feed.windows(rooms, lambda room, first, stop: room.staging.convert(first, stop), places=False)
         self._span = self._windows.span
         sizes = {name: part.nbytes for name, part in rooms[0].staging.host.items()}
-        buffers = [Buffer(name, self._slots * size) for name, size in sizes.items()]
+        # Rows beyond a batch read the targets of row 0, times 0: they must be numbers before anything was read.
+        buffers = [Buffer(name, self._slots * size, zeroed=name == "targets") for name, size in sizes.items()]
         self._place = RawPlace(
             Arena([*buffers, Buffer("index", 2 * 4 * self._slots * self._span)], ledger.stream)
         )  # fmt: skip

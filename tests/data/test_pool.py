@@ -41,15 +41,17 @@ def test_a_cancelled_task_does_not_run():
 
 
 def test_threads_start_late_and_end():
-    before = threading.active_count()
+    before = set(threading.enumerate())  # those of other tests may end meanwhile
     pool = Pool(4)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
     pool.submit(int).result()
+    started = set(threading.enumerate()) - before
+    assert started
     pool.close()
     deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
+    while any(thread.is_alive() for thread in started) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert not any(thread.is_alive() for thread in started)
 
 
 def test_a_read_that_never_returns_does_not_keep_the_program_alive():

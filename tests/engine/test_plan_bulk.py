@@ -95,6 +95,13 @@ def test_asks_for_no_more_than_there_is(widths: tuple[int, ...], rows: int, prec
     assert found.splits <= found.blocks // CLUSTER  # shares of a tile wait for each other
 
 
+def test_leaves_batches_to_others_that_may_hold_what_is_not_finite() -> None:
+    assert make_plan(task(MID, 16384), H200).kernel == "bulk"
+    assert make_plan(task(MID, 16384, skips=True), H200).kernel == "wide"
+    labelled = {"loss": "softmax_cross_entropy", "labels": True, "skips": True}
+    assert make_plan(task((512, 512, 512, 10), 16384, **labelled), H200).kernel == "bulk"
+
+
 def test_parameters_are_not_at_the_arenas_start() -> None:
     """A share of a tile without a stripe of its own asks for 16 numbers ahead of them, and uses none."""
     names = [buffer.name for buffer in make_plan(task(MID, 16384), H200, "bulk").buffers]
