@@ -177,7 +177,7 @@ class FusedEngine:
         return results, self._stop()
 
     def _before_short(self, first: int, count: int) -> int:
-        """`count` steps from batch `first` on, less a last one of too few rows for a kernel that does not begin with it."""
+        """`count` steps from batch `first` on, less a last one of too few rows for a kernel not to begin with it."""
         assert self._own is not None
         least = getattr(self.plan.special, "least_rows_behind_others", 0)
         rows = int(np.diff(self._own.bounds(first + count - 1, 1))[0])
