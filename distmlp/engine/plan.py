@@ -198,6 +198,7 @@ def _buffers(plan: Plan) -> list[Buffer]:
     row_tiles = -(-plan.rows // plan.tile.m)
     output_tiles = -(-plan.rows // plan.output_tile.m)
     head_parts = min(plan.blocks, -(-plan.rows // plan.head.block_rows)) if plan.head else 0
+    loss_parts = plan.output_tile.n // 128 if plan.output_tile.n > 144 else 1  # of a tile: Tile::PARTS
     tensors = 2 * len(plan.layers)
     buffers = [
         Buffer("control", 2048, zeroed=True),
@@ -210,7 +211,10 @@ def _buffers(plan: Plan) -> list[Buffer]:
         Buffer("tile_arrivals", plan.gradient_tiles * 4, zeroed=True),
         Buffer(
             "loss_partials",
-            8 * max(output_tiles * -(-outputs // plan.output_tile.n), -(-plan.rows // LOSS_ROWS), head_parts),
+            8
+            * max(
+                output_tiles * -(-outputs // plan.output_tile.n) * loss_parts, -(-plan.rows // LOSS_ROWS), head_parts
+            ),
         ),
         Buffer("norm_partials", 8 * plan.blocks * (1 + 2 * tensors)),
         Buffer("columns", 4 * 3 * task.network.inputs),

@@ -101,7 +101,18 @@ class NarrowPlan:
             "NARROW_ITEMS": items,
             "NARROW_SHARED_BYTES": str(self.shared_bytes),
             "NARROW_DIRECT": str(int(self.direct)),
+            **update_macros(self.direct, self.widths),
         }
+
+
+def update_macros(direct: bool, widths: tuple[int, ...]) -> dict[str, str]:
+    """LAMB keeps two numbers a layer in shared memory: for these layers, not for all that there might be."""
+    return {} if direct else {"MAX_UPDATE_LAYERS": str(len(widths) - 1)}
+
+
+def static_bytes(task: Task) -> int:
+    """Of shared memory that the kernel declares itself, at most."""
+    return 128 if task.updates_directly else max(512, 384 + 16 * (len(task.network.widths) - 1))
 
 
 def plan_narrow(task: Task, device: Device) -> NarrowPlan | None:
@@ -114,7 +125,7 @@ def plan_narrow(task: Task, device: Device) -> NarrowPlan | None:
         shared = _shared_bytes(widths, chains, groups=2)
         items = share_items(widths, 2, range(len(widths) - 1))
         load = max(item.offset + item.floats for item in items)
-        if shared <= device.shared_bytes and load <= sums_limit(widths):
+        if shared <= device.shared_bytes - static_bytes(task) and load <= sums_limit(widths):
             tiles = -(-rows // (64 * chains))
             turns = -(-tiles // multiprocessors)
             plan = NarrowPlan(

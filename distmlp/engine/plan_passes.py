@@ -22,7 +22,9 @@ from distmlp.engine.plan_narrow import (
     out_major,
     padded,
     share_items,
+    static_bytes,
     sums_limit,
+    update_macros,
 )
 from distmlp.engine.plan_task import Buffer, Device, Task, aligned
 
@@ -91,6 +93,7 @@ class PassesPlan:
             "NARROW_TURNS": str(self.turns),
             "NARROW_SHARED_BYTES": str(self.shared_bytes),
             "NARROW_DIRECT": str(int(self.direct)),
+            **update_macros(self.direct, self.widths),
         }
 
 
@@ -110,7 +113,7 @@ def plan_passes(task: Task, device: Device) -> PassesPlan | None:
         shared = _shared_bytes(widths, activations, passes)
         shares = [share_items(widths, GROUPS, range(*each)) for each in passes]
         sums = max(_floats(items) for items in shares)
-        if shared <= device.shared_bytes - STATIC_BYTES and sums <= sums_limit(widths):
+        if shared <= device.shared_bytes - max(STATIC_BYTES, static_bytes(task)) and sums <= sums_limit(widths):
             items = tuple(item for share in shares for item in share)
             return PassesPlan(
                 widths, activations, blocks, -(-tiles // blocks), passes, items, shared, task.updates_directly

@@ -18,6 +18,7 @@ COLUMN_BYTES = TILE_ROWS * 16  # eight columns of a tile
 STAGES = 3  # tiles of inputs on their way to the weight gradients
 MAX_TILES = 8
 MIN_TILES = 2  # of 64 rows a block, below which the general kernel is as fast
+STATIC_BYTES = 960  # shared memory that the kernel declares itself, at most
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def plan_sweep(task: Task, device: Device) -> SweepPlan | None:
     if not MIN_TILES <= tiles <= MAX_TILES:
         return None
     shared = _shared_bytes(widths, tiles)
-    if shared > device.shared_bytes:
+    if shared > device.shared_bytes - STATIC_BYTES:
         return None
     return SweepPlan(widths, task.network.activations, multiprocessors, tiles, shared, task.updates_directly)
 

@@ -59,7 +59,7 @@ class TileShape:
         }  # fmt: skip
 
 
-STATIC_BYTES = 8192  # shared memory that kernels declare themselves, rounded up
+STATIC_BYTES = 10240  # shared memory that kernels declare themselves, rounded up
 
 SHAPES = {
     "FMA": (

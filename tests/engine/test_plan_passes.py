@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -70,3 +71,12 @@ def test_several_ranks_go_through_the_flat_gradient() -> None:
     assert alone is not None
     assert joined is not None
     assert (alone.direct, joined.direct) == (True, False)
+
+
+def test_lamb_finds_room_for_what_it_keeps() -> None:
+    """The plan leaves what the kernel declares beside: 16 bytes a layer and some that do not depend on the layers."""
+    for widths in (DEEP, (16, 100, 100, 100, 3)):
+        found = plan_passes(replace(task(widths, 65536), needs_norm=True), H200)
+        assert found is not None
+        assert H200.shared_bytes - found.shared_bytes >= 384 + 16 * (len(widths) - 1)
+        assert found.macros()["MAX_UPDATE_LAYERS"] == str(len(widths) - 1)
