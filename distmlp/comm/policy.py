@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import signal
 import sys
 import threading
 import time
@@ -30,6 +29,10 @@ if TYPE_CHECKING:
 _EXCHANGE_SECONDS = 0.5
 _TURN_SECONDS, _LAST_TURN = 0.3, 10
 _JOIN_SECONDS = 8.0
+# So long may MPI and the exit handlers of libraries take: CUDA's take many seconds where many processes use a GPU, and
+# one may wait for ever for the lock of a thread that is stuck in a read. A run that finished or saved its state is
+# given more time, for mpirun takes a rank that goes without them for a failure.
+_FINISHED_SECONDS, _FAILED_SECONDS = 60.0, 10.0
 
 
 def guarded(main: Callable[[], int | None]) -> NoReturn:
@@ -106,7 +109,9 @@ def leave(code: int) -> NoReturn:
         _flush()
         sys.exit(code)
     from distmlp.comm import world as worlds
+    from distmlp.comm.deadline import end_within
 
+    end_within(_FINISHED_SECONDS if code in (0, StoppedError.exit_code) else _FAILED_SECONDS, code)
     worlds.close()
     _flush()
     _exit_from_c(code)
@@ -269,8 +274,6 @@ def _exit_from_c(code: int) -> NoReturn:
     kills the ranks that are still ending; but skip Python's end, which waits for threads."""
     import ctypes
 
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(5)  # an exit handler may wait for ever too, for a lock of a thread that is stuck in a read
     ctypes.PyDLL(None).exit(code)
     os._exit(code)
 

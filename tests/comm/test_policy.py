@@ -133,6 +133,34 @@ def test_stuck_thread_does_not_keep_a_process_that_failed():
     assert (done.returncode, done.stderr) == (3, "distmlp: error: gone\n")
 
 
+SLOW_END = """
+import ctypes, sys
+from distmlp.comm import policy
+from distmlp.comm.world import open_world
+who, seconds, limit, code = sys.argv[1].split(","), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+if limit: policy._FINISHED_SECONDS = policy._FAILED_SECONDS = limit
+
+def main():
+    if str(open_world().rank) in who:
+        libc = ctypes.CDLL(None)  # an exit handler that waits in C, with Python's lock
+        libc.__cxa_atexit(ctypes.cast(libc.sleep, ctypes.c_void_p), ctypes.c_void_p(seconds), None)
+    return code
+
+policy.guarded(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("who", "seconds", "limit"),
+    [("1", 6, 0), ("0,1", 60, 1), ("0", 60, 1), pytest.param("1", 60, 1, marks=pytest.mark.full)],
+    ids=["slow", "all for ever", "first for ever", "second for ever"],
+)
+@pytest.mark.parametrize("code", [0, 4])
+def test_libraries_that_are_slow_to_leave_change_no_exit_code(who, seconds, limit, code):
+    done = run_python(2, SLOW_END, who, str(seconds), str(limit), str(code), timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
 @pytest.mark.parametrize(
     ("end", "code", "said"),
     [
