@@ -13,14 +13,24 @@ from pathlib import Path
 
 import pytest
 
+from distmlp.comm.threads import host_cores
+
 pytest.register_assert_rewrite("gpu.checks")
 RECORD = Path(__file__).parent / "record.json"
 FOLDER = str(Path(__file__).parent)
-# With `pytest -n N --dist loadgroup` what one transport is tested with stays together: its ranks start once, and not
-# dozens of ranks share the GPU at a time.
-STARTS_RANKS = ("test_transports", "test_ranks_in_the_field")
+# With `pytest -n N --dist loadgroup` few processes start ranks, each those of some transports: the ranks of a fixture
+# start once, and not dozens of them, which spin while they wait, share cores and GPUs.
+STARTS_RANKS = ("test_transports", "test_ranks_in_the_field", "test_commands_leave_the_same_weights")
+GROUPS = {"staged": "staged", "mpi": "mpi", "peer": "peer", "nccl": "nccl, auto", "auto": "nccl, auto"}
+LONG = ("test_twenty_kills", "test_resume", "test_sanitizer")  # begin early: the end should not wait for them
 if find_spec("cupy") is None:  # the modules here import the GPU engine
     collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With pytest-xdist: before the workers start, have their NumPy share the cores. Each would use them all."""
+    if workers := getattr(config.option, "numprocesses", None):
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(host_cores() / workers))))
 
 
 def _obstacle() -> str:
@@ -34,9 +44,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ours = [item for item in items if str(item.path).startswith(FOLDER)]
     for item in ours:
         item.add_marker(pytest.mark.gpu)
-        if item.path.stem in STARTS_RANKS:
+        if item.path.stem in STARTS_RANKS or item.name in STARTS_RANKS:
             way = item.name.partition("[")[2].partition("-")[0].rstrip("]")
-            item.add_marker(pytest.mark.xdist_group(f"ranks {way}"))
+            item.add_marker(pytest.mark.xdist_group(f"ranks {GROUPS.get(way, 'others')}"))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: [name not in LONG for name in (item.name, item.path.stem)])
     if ours and (obstacle := _obstacle()):
         for item in ours:
             item.add_marker(pytest.mark.skip(reason=obstacle))

@@ -5,8 +5,10 @@ mpirun -n 2 python tests/gpu/transport_ranks.py TRANSPORT REPORT.json [share]
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,12 @@ extern "C" __global__ void write_late(float* values, long long count, float valu
 SIZES = (1, 1000, 1 << 18, 1 << 24)  # 4 bytes to 64 MB
 ROUNDS = 12
 CYCLES = 8_000_000  # about 5 ms
+STARTED = time.monotonic()
 
 
 def main() -> int:
     transport, path = sys.argv[1], Path(sys.argv[2])
+    faulthandler.dump_traceback_later(100)  # the test waits 120 s
     world = open_world(try_devices=True)
     binding = bind(world, share_gpu="share" in sys.argv)
     import cupy
@@ -56,9 +60,16 @@ def main() -> int:
         "faults": faults(world, choice.transport),
         "wrong_sums": spin(world, choice.transport),
     }
+    say(world, "done")
     if world.rank == 0:
         path.write_text(json.dumps(report, indent=1))
     return 0
+
+
+def say(world: World, stage: str) -> None:
+    """For whoever looks why this took long or did not end."""
+    if world.rank == 0:
+        print(f"{time.monotonic() - STARTED:.1f} s: {stage}", file=sys.stderr, flush=True)
 
 
 def train(world: World, transport: str, case: Case) -> dict[str, Any]:
@@ -83,6 +94,7 @@ def train(world: World, transport: str, case: Case) -> dict[str, Any]:
         case.fused(world=world, transport=transport, poison=0x3C),
         case.fused(),
     )
+    say(world, f"train {case}")
     losses, differing = run(first, 1)
     again, _ = run(second, 1000)
     wanted, _ = run(alone, 1000)
@@ -101,6 +113,7 @@ def train(world: World, transport: str, case: Case) -> dict[str, Any]:
 
 def faults(world: World, transport: str) -> dict[str, Any]:
     """A rank that asks to stop, one that cannot read its rows, a value that is not finite: all see it at once."""
+    say(world, "faults")
     asked = iter([False, False, True])
     stopping = RANKED.fused(world=world, transport=transport, stop=lambda: world.rank == 1 and next(asked, True))
     report = stopping.train(0, 0, np.full(8, 1e-3))
@@ -155,6 +168,7 @@ def spin(world: World, transport: str) -> list[str]:
     wrong = []
     for each in sums:
         for count in SIZES:
+            say(world, f"{each.name}, {count} elements")
             for turn in range(ROUNDS):
                 arguments = (
                     np.uint64(memory.ptr),
