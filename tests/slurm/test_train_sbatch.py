@@ -155,6 +155,13 @@ def test_open_mpi_trains_as_one_job(site: Site, launcher: str) -> None:
     job = site.train(launcher=launcher, OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", **environment)
     assert job.state == "COMPLETED", site.log()
     assert site.summary()["ranks"] == 2
+    assert "Open MPI" in site.summary()["versions"]["mpi"]
+
+
+def test_an_environment_that_is_not_there_is_not_replaced_by_another(site: Site) -> None:
+    job = site.train(DISTMLP_VENV=str(site.folder / "gone"))
+    assert (job.state, job.exit_code) == ("FAILED", 2), site.log()
+    assert "gone: no virtual environment there" in site.log()
 
 
 def test_time_limit_saves_requeues_and_ends_as_if_never_stopped(limited: tuple[Site, str]) -> None:
