@@ -52,8 +52,10 @@ def permute(index: NDArray, size: NDArray | int, key: NDArray | int) -> NDArray:
     with cycle walking for the few points beyond it (Black & Rogaway 2002).
     """
     index = np.asarray(index, np.int64)
-    if np.ndim(size) or np.ndim(key):
+    if np.ndim(size):
         index, size, key = np.broadcast_arrays(index, np.asarray(size, np.int64), key)
+    elif np.ndim(key):
+        index, key = np.broadcast_arrays(index, key)
     size = np.asarray(size, np.int64)
     side_a = np.maximum(np.ceil(np.sqrt(size.astype(np.float64))).astype(np.int64), 1)
     side_b = np.maximum(-(-size // side_a), 1)
@@ -149,32 +151,42 @@ class Order:
         shortest = min(self.stream_length(streams.start), self.stream_length(streams.stop - 1))
         windows = max(0, min(first + count, shortest // WINDOW_ROWS) - first)
         runs = np.full((windows, len(streams), each, 2), BLOCK_ROWS, np.int64)
-        for place, stream in enumerate(streams):
-            blocks = self._blocks(epoch, stream, first * each, (first + windows) * each)
-            runs[:, place, :, 0] = (self.stream_start(stream) + blocks * BLOCK_ROWS).reshape(windows, each)
+        for _, same in self._by_length(streams):
+            blocks = self._blocks(epoch, same, first * each, (first + windows) * each)
+            place = slice(same.start - streams.start, same.stop - streams.start)
+            runs[:, place, :, 0] = blocks.reshape(len(same), windows, each).transpose(1, 0, 2)
         return runs.reshape(windows, len(streams) * each, 2)
 
-    def _blocks(self, epoch: int, stream: int, first: int, stop: int) -> NDArray:
-        """Which whole blocks of `stream` stand at places `first` to `stop - 1` among them, int64."""
-        places = np.arange(first, stop, dtype=np.int64)
-        if not self.shuffle or not len(places):
-            return places
-        whole = self.stream_length(stream) // BLOCK_ROWS
-        return permute(places, whole, permutation_key(self.seed, epoch, stream, 0))
+    def window_runs(self, epoch: int, streams: range, number: int) -> list[NDArray]:
+        """Window `number` of every one of `streams` as it is read: first global row and rows of every block, int64
+        (runs, 2)."""
+        first, found = number * WINDOW_ROWS, []
+        for length, same in self._by_length(streams):
+            count = max(0, min(WINDOW_ROWS, length - first))
+            begin, whole = first // BLOCK_ROWS, count // BLOCK_ROWS
+            rest = count % BLOCK_ROWS  # of a short last block, which keeps its place at the end
+            runs = np.full((len(same), whole + (rest > 0), 2), BLOCK_ROWS, np.int64)
+            runs[:, :whole, 0] = self._blocks(epoch, same, begin, begin + whole)
+            if rest:
+                runs[:, -1, 0] = [self.stream_start(stream) + length // BLOCK_ROWS * BLOCK_ROWS for stream in same]
+                runs[:, -1, 1] = rest
+            found += list(runs)
+        return found
 
-    def window_runs(self, epoch: int, stream: int, number: int) -> NDArray:
-        """Window `number` of a stream as it is read: first global row and rows of every block, int64 (runs, 2)."""
-        first, start = number * WINDOW_ROWS, self.stream_start(stream)
-        length = self.stream_length(stream)
-        count = max(0, min(WINDOW_ROWS, length - first))
-        begin, whole = first // BLOCK_ROWS, count // BLOCK_ROWS
-        rest = count % BLOCK_ROWS  # of a short last block, which keeps its place at the end
-        runs = np.empty((whole + (rest > 0), 2), np.int64)
-        runs[:whole, 0] = start + self._blocks(epoch, stream, begin, begin + whole) * BLOCK_ROWS
-        runs[:whole, 1] = BLOCK_ROWS
-        if rest:
-            runs[-1] = start + length // BLOCK_ROWS * BLOCK_ROWS, rest
-        return runs
+    def _by_length(self, streams: range) -> list[tuple[int, range]]:
+        """Their one or two lengths, and which of them are so long."""
+        cut = min(max(self.rows % self.streams, streams.start), streams.stop)
+        parts = [range(streams.start, cut), range(cut, streams.stop)]
+        return [(self.stream_length(part.start), part) for part in parts if part]
+
+    def _blocks(self, epoch: int, streams: range, first: int, stop: int) -> NDArray:
+        """First global row of the whole blocks that stand at places `first` to `stop - 1` among those of each of some
+        streams of one length, int64 (streams, blocks)."""
+        places = np.arange(first, stop, dtype=np.int64)[None]
+        if self.shuffle and places.size:
+            whole = self.stream_length(streams.start) // BLOCK_ROWS
+            places = permute(places, whole, permutation_key(self.seed, epoch, np.array(streams), 0)[:, None])
+        return np.array([self.stream_start(stream) for stream in streams])[:, None] + places * BLOCK_ROWS
 
     def window_places(self, epoch: int, stream: int, number: int) -> NDArray:
         """Which of the rows that `window_runs` names, one after the other, stands at each place, int64 (rows,).

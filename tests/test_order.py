@@ -110,7 +110,7 @@ def test_a_window_reads_whole_blocks():
 
 def as_read(order, epoch, stream, number):
     """Rows of a window in reading order, and where in them each place finds its row."""
-    runs = order.window_runs(epoch, stream, number)
+    (runs,) = order.window_runs(epoch, range(stream, stream + 1), number)
     rows = np.concatenate([np.arange(first, first + count) for first, count in runs])
     return rows, order.window_places(epoch, stream, number)
 
@@ -136,7 +136,7 @@ def test_many_windows_are_worked_out_as_one_by_one(shuffle):
     found = order.windows_runs(4, range(1, 3), 2, 64)
     assert len(found) == 2  # of streams of four windows and a part
     for number, runs in enumerate(found, 2):
-        single = [order.window_runs(4, stream, number) for stream in (1, 2)]
+        single = order.window_runs(4, range(1, 3), number)
         np.testing.assert_array_equal(runs, np.concatenate(single))
     assert len(order.windows_runs(4, range(3), 99, 64)) == 0
 

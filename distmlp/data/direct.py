@@ -16,11 +16,13 @@ MOST_CHUNKS = 1 << 20  # of a file: they are all listed
 
 @dataclass(frozen=True)
 class Direct:
-    """Reads that give stretches of rows: offset and bytes (spans, 2), each in file `paths[place]`."""
+    """Reads that give stretches of rows: offset and bytes (spans, 2), each in file `paths[place]`, or all of them in
+    one that is open as `handle`."""
 
     paths: list[str]
     place: NDArray
     spans: NDArray
+    handle: int = -1
 
 
 class DirectRows:
@@ -41,16 +43,17 @@ class DirectRows:
         self._all = bool(self._direct.all())
         self._starts, self._offsets = np.append(firsts, starts[-1]), offsets - firsts * self._row_bytes
 
-    def find(self, runs: NDArray) -> list[Direct] | None:
+    def find(self, runs: NDArray) -> list[Direct | None]:
         """The reads for stretches of rows, first global row and rows each (windows, runs, 2), window by window;
-        neighbours in one window are one read. None where a stretch is not direct, or is empty."""
+        neighbours in one window are one read. None where a stretch of it is not direct, or is empty."""
         firsts, counts = runs.reshape(-1, 2).T
         windows = np.arange(len(runs)).repeat(runs.shape[1])
         numbers = np.searchsorted(self._starts, firsts, side="right") - 1
         if (firsts + counts > self._starts[numbers + 1]).any():
             windows, numbers, firsts, counts = self._cut(windows, numbers, firsts, counts)
-        if not (self._all or self._direct[numbers].all()) or not counts.all():
-            return None
+        lacking = set()
+        if not self._all or not counts.all():
+            lacking = set(windows[~(self._direct[numbers] & (counts > 0))].tolist())
         offsets, sizes = self._offsets[numbers] + firsts * self._row_bytes, counts * self._row_bytes
         numbers = self._files[numbers]
         goes_on = (offsets[1:] == offsets[:-1] + sizes[:-1]) & (numbers[1:] == numbers[:-1])
@@ -60,12 +63,16 @@ class DirectRows:
             windows, numbers, offsets = windows[heads], numbers[heads], offsets[heads]
             sizes = np.add.reduceat(sizes, heads)
         spans = np.stack((offsets, sizes), axis=1)
-        bounds = np.searchsorted(windows, np.arange(len(runs) + 1)).tolist()
-        return [self._reads(numbers[a:b], spans[a:b]) for a, b in pairwise(bounds)]
-
-    def _reads(self, numbers: NDArray, spans: NDArray) -> Direct:
-        which, place = np.unique(numbers, return_inverse=True)
-        return Direct([self._paths[number] for number in which.tolist()], place, spans)
+        every = np.arange(len(runs) + 1)
+        distinct, place = np.unique(windows * len(self._paths) + numbers, return_inverse=True)  # files of a window
+        files, begin = distinct % len(self._paths), np.searchsorted(distinct, every * len(self._paths))
+        place -= begin[windows]
+        paths = [self._paths[number] for number in files.tolist()]
+        of_window = zip(pairwise(begin.tolist()), pairwise(np.searchsorted(windows, every).tolist()), strict=True)
+        return [
+            None if window in lacking else Direct(paths[a:b], place[c:d], spans[c:d])
+            for window, ((a, b), (c, d)) in enumerate(of_window)
+        ]
 
     def _cut(
         self, windows: NDArray, numbers: NDArray, firsts: NDArray, counts: NDArray
@@ -89,3 +96,20 @@ def _pieces(layout: Layout, dtype: np.dtype) -> tuple[NDArray, NDArray]:
         if len(layout.chunks) and written.all():
             return np.arange(len(layout.chunks)) * layout.chunk[0], layout.chunks["offset"].astype(np.int64)
     return np.zeros(1, np.int64), np.array([layout.offset if usable and layout.plain else -1])
+
+
+class OneFile:
+    """Rows from `first` on whose parts lie one after the other in a file that is open, `sizes` bytes a row each."""
+
+    def __init__(self, handle: int, rows: range, sizes: Sequence[int]) -> None:
+        self._handle, self._first = handle, rows.start
+        self.sizes = tuple(sizes)
+        self.starts = tuple(len(rows) * sum(sizes[:k]) for k in range(len(sizes)))
+
+    def find(self, runs: NDArray, part: int) -> list[Direct]:
+        """As `DirectRows.find`, of one part."""
+        size, start = self.sizes[part], self.starts[part]
+        spans = runs * size
+        spans[..., 0] += start - self._first * size
+        nowhere = np.empty(0, np.int64)
+        return [Direct([], nowhere, of_window, self._handle) for of_window in spans]

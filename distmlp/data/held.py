@@ -1,19 +1,23 @@
-"""Columns so narrow that they stay in memory while the others are streamed: the targets of a block of wide rows would
-cost as many reads as its inputs."""
+"""Columns so narrow that they stay in memory while the others are streamed: from a disk, the targets of a block of wide
+rows would cost as much as its inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import mmap
+import os
+from collections.abc import Container, Sequence
+from typing import Protocol
+from weakref import finalize
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from distmlp.data.direct import OneFile
 from distmlp.data.pool import Pool
 from distmlp.data.resident import PIECE_BYTES, rows_of
 from distmlp.data.rows import Rows
-from distmlp.data.shards import ROLES, Shards
+from distmlp.data.shards import ROLES, Found, Shards
 
 NARROW = 8  # times as much memory must a whole row take
 
@@ -21,19 +25,31 @@ NARROW = 8  # times as much memory must a whole row take
 class Source(Protocol):
     """Where the other columns come from."""
 
-    def find(self, runs: NDArray, roles: tuple[str, ...]) -> Sequence[Any]: ...
-    def read_runs(self, runs: NDArray, out: Rows, roles: tuple[str, ...], *, found: Any = None) -> None: ...
+    def find(self, runs: NDArray, roles: tuple[str, ...]) -> Sequence[Found]: ...
+    def read_found(self, found: Found, out: Rows) -> bool: ...
+    def read_runs(self, runs: NDArray, out: Rows, roles: tuple[str, ...], *, found: Found | None = None) -> None: ...
 
 
 class Held:
-    """Targets and weights of a rank's own `rows` (global) in memory, read once. Raises DataError."""
+    """Targets and weights of a rank's own `rows` (global) in memory, read once. Raises DataError.
+
+    That memory is a file without a name where the system gives one, so that the targets of a window come with the same
+    system call as its inputs: copying them would keep other threads from the interpreter.
+    """
 
     def __init__(self, source: Source, shards: Shards, rows: range, roles: tuple[str, ...], pool: Pool) -> None:
         self._source, self._first, self._roles = source, rows.start, roles
         self._others = tuple(role for role in ROLES if role not in roles)
         one = shards.empty(1)
-        sizes = [len(rows) if role in roles else 0 for role in ROLES[: len(one.parts)]]
-        parts = [np.empty((size, *part.shape[1:]), part.dtype) for size, part in zip(sizes, one.parts, strict=True)]
+        sizes = [part.nbytes if role in roles else 0 for role, part in zip(ROLES, one.parts, strict=False)]
+        memory, handle = _memory(len(rows) * sum(sizes))
+        if handle >= 0:
+            finalize(self, os.close, handle)
+        self._file = OneFile(handle, rows, sizes)
+        parts = []
+        for size, start, part in zip(sizes, self._file.starts, one.parts, strict=True):
+            room = memory[start : start + size * len(rows)].view(part.dtype)
+            parts.append(room.reshape(len(rows) if size else 0, *part.shape[1:]))
         self._rows = Rows(*parts)
         step = max(1, PIECE_BYTES // sum(part.nbytes for part in one.parts[1:]))
         tasks = []
@@ -45,21 +61,50 @@ class Held:
             task.settle()
         for task in tasks:
             task.result()
+        self._in_file = handle >= 0
 
-    def find(self, runs: NDArray) -> Sequence[Any]:
+    def find(self, runs: NDArray) -> Sequence[Found]:
         """As `Shards.find`."""
-        return self._source.find(runs, self._others)
+        found = self._source.find(runs, self._others)
+        if self._in_file:
+            for role in self._roles:
+                for window, reads in zip(found, self._file.find(runs, ROLES.index(role)), strict=True):
+                    window[role] = reads
+        return found
 
-    def read_runs(self, runs: NDArray, out: Rows, *, found: Any = None) -> None:
+    def read_runs(self, runs: NDArray, out: Rows, *, found: Found | None = None) -> None:
         """As `Shards.read_runs`."""
-        self._source.read_runs(runs, out, self._others, found=found)
+        if found and self._source.read_found(found, out):
+            if len(found) == len(out.parts):
+                return
+            done: Container[str] = found.keys()
+        else:
+            done = ()
+        others = tuple(role for role in self._others if role not in done)
+        if others:
+            self._source.read_runs(runs, out, others, found={})
         firsts, counts = runs.T
         same = int(counts[0]) if len(runs) and (counts == counts[0]).all() else 0
         for role, target, kept in zip(ROLES, out.parts, self._rows.parts, strict=False):
-            if role in self._roles and same:
-                _copy_blocks(kept, firsts - self._first, same, target)
-            elif role in self._roles:
-                kept.take(rows_of(runs) - self._first, axis=0, out=target, mode="clip")
+            if role in self._roles and role not in done:
+                if same:
+                    _copy_blocks(kept, firsts - self._first, same, target)
+                else:
+                    kept.take(rows_of(runs) - self._first, axis=0, out=target, mode="clip")
+
+
+def _memory(size_bytes: int) -> tuple[NDArray, int]:
+    """Bytes, and the handle of a file that they are, or -1."""
+    try:
+        handle = os.memfd_create("rows")
+    except (AttributeError, OSError):
+        return np.empty(size_bytes, np.uint8), -1
+    try:
+        os.posix_fallocate(handle, 0, size_bytes)
+        return np.frombuffer(mmap.mmap(handle, size_bytes), np.uint8), handle
+    except (OSError, ValueError):
+        os.close(handle)
+        return np.empty(size_bytes, np.uint8), -1
 
 
 def _copy_blocks(kept: NDArray, firsts: NDArray, count: int, target: NDArray) -> None:

@@ -12,6 +12,7 @@ import os
 import threading
 import zlib
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,13 +76,21 @@ class RowReader:
         except OSError:
             return False
 
-    def read_direct(self, reads: Direct, out: NDArray) -> bool:
-        """One after the other into `out`; False where that does not work at once, for whatever reason."""
-        if not out.flags.c_contiguous or not out.size:
+    def read_direct(self, reads: Sequence[tuple[Direct, NDArray]]) -> bool:
+        """The stretches of each, one after the other, into its array; False where that does not work at once, for
+        whatever reason."""
+        if not all(out.flags.c_contiguous and out.size for _, out in reads):
             return False
+        held, wanted = [], []  # files are not to be closed meanwhile
         try:
-            files = [self._files.get(path) for path in reads.paths]
-            return aio.read_spans(np.array([file.handle for file in files])[reads.place], reads.spans, out)
+            for read, out in reads:
+                handles: NDArray | int = read.handle
+                if read.handle < 0:
+                    files = [self._files.get(path) for path in read.paths]
+                    held += files
+                    handles = np.array([file.handle for file in files])[read.place]
+                wanted.append((handles, read.spans, out))
+            return aio.read_all(wanted)
         except OSError:
             return False
 

@@ -26,6 +26,10 @@ class Rows:
         """The arrays that are there, inputs first."""
         return (self.inputs, self.targets) if self.weights is None else (self.inputs, self.targets, self.weights)
 
+    def of(self, role: str) -> NDArray:
+        """The array of one of `ROLES` that is there."""
+        return self.parts[ROLES.index(role)]
+
     def map(self, function: Any) -> Rows:
         """`function` of every array."""
         return Rows(*map(function, self.parts))

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from typing import IO
 
-import numpy as np
 from numpy.typing import NDArray
 
 from distmlp.data import aio
+from distmlp.data.direct import OneFile
 from distmlp.data.pool import Pool
 from distmlp.data.rows import Rows
-from distmlp.data.shards import ROLES, Shards
+from distmlp.data.shards import ROLES, Found, Shards
 from distmlp.errors import DataError, SystemUnfitError
 
 PIECE_BYTES = 16 << 20  # decoded at a time by a thread
@@ -35,10 +35,10 @@ class Scratch:
 
     def __init__(self, shards: Shards, rows: range, folder: str, pool: Pool) -> None:
         self._folder, self._first = folder, rows.start
-        self._sizes = [part.nbytes for part in shards.empty(1).parts]  # of a row
-        self._starts = [len(rows) * sum(self._sizes[:k]) for k in range(len(self._sizes))]
-        self.size_bytes = len(rows) * sum(self._sizes)
+        sizes = [part.nbytes for part in shards.empty(1).parts]  # of a row
+        self.size_bytes = len(rows) * sum(sizes)
         self._file = self._open()
+        self._rows = OneFile(self._file.fileno(), rows, sizes)
         tasks = [pool.submit(self._unpack, shards, start, stop) for start, stop in _pieces(shards, rows)]
         for task in tasks:
             task.settle()
@@ -62,7 +62,7 @@ class Scratch:
 
     def _unpack(self, shards: Shards, start: int, stop: int) -> None:
         rows = shards.read(start, stop)
-        for part, size, begin in zip(rows.parts, self._sizes, self._starts, strict=True):
+        for part, size, begin in zip(rows.parts, self._rows.sizes, self._rows.starts, strict=True):
             view, offset = part.reshape(-1).data.cast("B"), begin + (start - self._first) * size
             while view:
                 try:
@@ -71,23 +71,22 @@ class Scratch:
                     raise SystemUnfitError(f"data.scratch = {self._folder}: {error.strerror or error}") from None
                 view, offset = view[done:], offset + done
 
-    def find(self, runs: NDArray, roles: Container[str] = ROLES) -> Sequence[None]:
-        """As `Shards.find`: nothing is to be found."""
-        return [None] * len(runs)
+    def find(self, runs: NDArray, roles: Container[str] = ROLES) -> list[Found]:
+        """As `Shards.find`."""
+        parts = {role: self._rows.find(runs, k) for k, role in enumerate(ROLES[: len(self._rows.sizes)])}
+        return [{role: reads[k] for role, reads in parts.items() if role in roles} for k in range(len(runs))]
 
-    def read_runs(self, runs: NDArray, out: Rows, roles: Container[str] = ROLES, *, found: None = None) -> None:
+    def read_found(self, found: Found, out: Rows) -> bool:
+        """As `Shards.read_found`."""
+        try:
+            return aio.read_all([(reads.handle, reads.spans, out.of(role)) for role, reads in found.items()])
+        except OSError:
+            return False
+
+    def read_runs(self, runs: NDArray, out: Rows, roles: Container[str] = ROLES, *, found: Found | None = None) -> None:
         """As `Shards.read_runs`."""
-        firsts, counts = runs.T
-        for role, part, size, begin in zip(ROLES, out.parts, self._sizes, self._starts, strict=False):
-            if role not in roles:
-                continue
-            spans = np.stack((begin + (firsts - self._first) * size, counts * size), axis=1)
-            try:
-                whole = aio.read_spans(self._file.fileno(), spans, part)
-            except OSError:
-                whole = False
-            if not whole:
-                raise DataError(f"data.scratch = {self._folder}: decoded {role} cannot be read back; check that disk")
+        if not self.read_found(self.find(runs[None], roles)[0] if found is None else found, out):
+            raise DataError(f"data.scratch = {self._folder}: decoded rows cannot be read back; check that disk")
 
     def close(self) -> None:
         """Give the room back."""

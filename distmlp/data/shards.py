@@ -141,19 +141,23 @@ class Shards:
         """What `read_runs` needs to know of stretches of rows (windows, runs, 2), window by window."""
         found: list[Found] = [{} for _ in runs]
         for role, table in self._direct.items():
-            for window, reads in zip(found, (role in roles and table.find(runs)) or (), strict=False):
-                window[role] = reads
+            for window, reads in zip(found, table.find(runs) if role in roles else (), strict=False):
+                if reads is not None:
+                    window[role] = reads
         return found
+
+    def read_found(self, found: Found, out: Rows) -> bool:
+        """What `find` tells, all at once; False where that does not work."""
+        return self._reader.read_direct([(reads, out.of(role)) for role, reads in found.items()])
 
     def read_runs(self, runs: NDArray, out: Rows, roles: Container[str] = ROLES, *, found: Found | None = None) -> None:
         """Stretches of rows, first global row and rows each (runs, 2), one after the other into `out`, which `empty`
         has made; of the arrays of `roles` alone. `found`: what `find` tells of them. Raises DataError."""
         if found is None:
             found = self.find(runs[None], roles)[0]
+        done_at_once = found.keys() if found and self.read_found(found, out) else ()
         for role, array in zip(ROLES, (out.inputs, out.targets, out.weights), strict=True):
-            if array is None or role not in self.files[0] or role not in roles:
-                continue
-            if role in found and self._reader.read_direct(found[role], array):
+            if array is None or role not in self.files[0] or role not in roles or role in done_at_once:
                 continue
             flat, done = array.reshape(len(array), self.files[0][role].width), 0
             for number, count, pieces in self._by_file(runs):

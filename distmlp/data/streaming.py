@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,10 +17,12 @@ TASK_BYTES = 24 << 20  # that a thread should read at a time
 BUSY = 8  # threads that have to be: more of them wait for the interpreter rather than for narrow rows
 ROOM_BYTES = 64 << 20  # of as many windows as are treated as one, where one of them has less
 AHEAD = 64  # windows whose blocks are worked out at once, at little more cost than those of one
-PLANS = 3  # of so many windows, for every share, are kept: those being read, and a jump
-
+PLANS = 3  # of so many windows are kept: those being read, and the next
 
 Share = tuple[range, int, int]  # of the tasks that read a window: streams, one part of each, of so many
+Plan = dict[
+    tuple[int, Share], list[tuple[NDArray, Any, int]]
+]  # stretches of rows, where they are, first row in a window
 
 
 class Source(Protocol):
@@ -66,8 +67,8 @@ class Windows:
         convert: Callable[[Any, int, int], object] = lambda window, first, stop: None, places: bool = True,
     ) -> None:  # fmt: skip
         self._source, self._lanes, self._pool, self._convert = source, lanes, pool, convert
-        self._places, self._planning = places, Lock()
-        self._plans: dict[tuple[Share, int, int], list[tuple[NDArray, Any]]] = {}
+        self._places = places
+        self._plans: dict[tuple[int, int], Task] = {}
         self._single = window_rows(lanes)  # rows of the arrays of one window of the order
         self._together = len(rooms[0].rows) // self._single
         self._windows = _count(lanes)  # of the order in an epoch
@@ -123,9 +124,11 @@ class Windows:
     def _start(self, number: int, window: Window) -> None:
         self._filling[number], window.copy = window, None
         window.tasks = [self._pool.submit(self._order, number, window)] if self._places else []
+        epoch = number // self.count
         for place, first in self.parts(number):
+            plan = self._plan(epoch, place // AHEAD)
             for share in self._shares:
-                window.tasks.append(self._pool.submit(self._fill, number // self.count, place, first, share, window))
+                window.tasks.append(self._pool.submit(self._fill, place, first, share, plan, window))
 
     def _keep(self, numbers: range) -> None:
         for number in [number for number in self._filling if number not in numbers]:
@@ -142,40 +145,57 @@ class Windows:
         first = number % self.count * self._together
         return [(first + k, k * self._single) for k in range(min(self._together, self._windows - first))]
 
-    def _fill(self, epoch: int, place: int, begin: int, share: Share, window: Window) -> None:
+    def _fill(self, place: int, begin: int, share: Share, plan: Task, window: Window) -> None:
         """Read a share of window `place` of the order, from row `begin` of the arrays on."""
-        lanes, part, parts = share
-        planned = self._plan(epoch, place // AHEAD, share)
-        if place % AHEAD < len(planned):
-            before = WINDOW_ROWS // BLOCK_ROWS * part // parts * BLOCK_ROWS
-            self._read(*planned[place % AHEAD], begin + lanes.start * self.stride + before, window)
-            return
-        for lane in lanes:  # an epoch's last window, which may be short
-            runs = self._lanes.order.window_runs(epoch, self._lanes.streams.start + lane, place)
-            low, high = len(runs) * part // parts, len(runs) * (part + 1) // parts
-            self._read(runs[low:high], None, begin + lane * self.stride + int(runs[:low, 1].sum()), window)
+        for runs, found, first in plan.result().get((place, share), ()):
+            count = int(runs[:, 1].sum())
+            rows = slice(begin + first, begin + first + count)
+            self._source.read_runs(runs, window.rows.map(lambda array, rows=rows: array[rows]), found=found)
+            self._convert(window, rows.start, rows.stop)
 
-    def _plan(self, epoch: int, number: int, share: Share) -> list[tuple[NDArray, Any]]:
-        """What is read for a share of the whole ones of `AHEAD` windows: stretches of rows, and where they are."""
-        key = (share, epoch, number)
-        with self._planning:  # many threads come to it at once
+    def _plan(self, epoch: int, number: int) -> Task:
+        """The task that works out what is read for `AHEAD` windows. That for those that follow begins, too: it is done
+        before they are asked for, and before what is read for them, as tasks are taken in order."""
+        last = (self._windows - 1) // AHEAD
+        following = (epoch, number + 1) if number < last else (epoch + 1, 0)
+        for key in ((epoch, number), following):
             if key not in self._plans:
-                lanes, part, parts = share
-                streams = range(self._lanes.streams.start + lanes.start, self._lanes.streams.start + lanes.stop)
-                runs = self._lanes.order.windows_runs(epoch, streams, number * AHEAD, AHEAD)
-                each = runs.shape[1]
-                runs = np.ascontiguousarray(runs[:, each * part // parts : each * (part + 1) // parts])
-                self._plans[key] = list(zip(runs, self._source.find(runs) if runs.size else (), strict=False))
-                for old in list(self._plans)[: -PLANS * len(self._shares)]:
-                    del self._plans[old]
-            return self._plans[key]
+                self._plans[key] = self._pool.submit(self._work_out, *key)
+        plan = self._plans[epoch, number]
+        for old in list(self._plans)[:-PLANS]:
+            del self._plans[old]
+        return plan
 
-    def _read(self, runs: NDArray, found: Any, first: int, window: Window) -> None:
-        """Read `runs`, whose rows begin at `first` of the arrays."""
-        count = int(runs[:, 1].sum())
-        if count:
-            self._source.read_runs(runs, window.rows.map(lambda array: array[first : first + count]), found=found)
-            self._convert(window, first, first + count)
+    def _work_out(self, epoch: int, number: int) -> Plan:
+        """What is read for every share of `AHEAD` windows."""
+        order, streams, first = self._lanes.order, self._lanes.streams, number * AHEAD
+        pieces: dict[int, list[tuple[tuple[int, Share], int, NDArray]]] = {}  # those of as many runs are found together
+        whole = order.windows_runs(epoch, streams, first, AHEAD)
+        each = WINDOW_ROWS // BLOCK_ROWS
+        for place, runs in enumerate(whole, first):
+            for share in self._shares:
+                lanes, part, parts = share
+                low, high = each * part // parts, each * (part + 1) // parts
+                runs_there = runs[lanes.start * each + low : (lanes.stop - 1) * each + high]
+                start = lanes.start * self.stride + low * BLOCK_ROWS
+                pieces.setdefault(len(runs_there), []).append(((place, share), start, runs_there))
+        for place in range(
+            first + len(whole), min(first + AHEAD, self._windows)
+        ):  # an epoch's last, not the same for all
+            by_lane = order.window_runs(epoch, streams, place)
+            for share in self._shares:
+                lanes, part, parts = share
+                for lane in lanes:
+                    low, high = (len(by_lane[lane]) * k // parts for k in (part, part + 1))
+                    start = lane * self.stride + int(by_lane[lane][:low, 1].sum())
+                    if low < high:
+                        pieces.setdefault(high - low, []).append(((place, share), start, by_lane[lane][low:high]))
+        plan: Plan = {}
+        for alike in pieces.values():
+            together = np.stack([runs for _, _, runs in alike])
+            for (key, start, _), runs, found in zip(alike, together, self._source.find(together), strict=True):
+                plan.setdefault(key, []).append((runs, found, start))
+        return plan
 
     def filled(self, number: int) -> list[range]:
         """Which rows of the arrays window `number` fills: all of them, or some of every stream at an epoch's end."""

@@ -1,7 +1,9 @@
 """The feed: exactly the rows of the sample order on every rank, from memory and from the files, whatever happens."""
 
 import hashlib
+import os
 import threading
+from collections import Counter
 
 import h5py
 import numpy as np
@@ -17,7 +19,6 @@ from distmlp.data import reader, streaming
 from distmlp.data.batches import Singles, WindowBatches, runs
 from distmlp.data.feed import Feed
 from distmlp.data.lanes import Lanes
-from distmlp.data.rows import ROLES
 from distmlp.errors import ConfigError, DataError, SystemUnfitError
 from distmlp.order import Order, owned_streams
 
@@ -303,29 +304,58 @@ def test_compressed_rows_are_decoded_once_where_there_is_scratch(tmp_path, monke
         feed.close()
 
 
+@pytest.mark.parametrize("memory", ["a file", "no file", "a file that cannot be read"])
 @pytest.mark.parametrize(("features", "held"), [(3, False), (40, True)])
-def test_narrow_columns_are_read_once(tmp_path, monkeypatch, features, held):
+def test_narrow_columns_are_read_once(tmp_path, monkeypatch, features, held, memory):
     """And then lie in memory, where they are narrow beside the whole row."""
     write_ids(tmp_path, ROWS, features)
     shards = open_shards(tmp_path)
     order = Order(shards.rows, 4, 500, 3, True)
     feed = Feed(shards, order, at(1, 2), "stream", 2)
-    read = []
-    original = shards.read_runs
+    read = Counter()  # rows that come from the shards, by columns
+    original, open_memory = reader.RowReader.read_direct, os.memfd_create
 
-    def counted(runs, out, roles=ROLES, **rest):
-        read.extend(roles)
-        original(runs, out, roles, **rest)
+    def counted(self, reads):
+        for part, out in reads:
+            if part.handle < 0:
+                read[out.size // len(out)] += len(out)
+            elif memory == "a file that cannot be read":
+                return False
+        return original(self, reads)
 
-    monkeypatch.setattr(shards, "read_runs", counted)
+    def refused(*name):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(reader.RowReader, "read_direct", counted)
+    monkeypatch.setattr(os, "memfd_create", refused if memory == "no file" else open_memory)
     for epoch in range(3):
         for number in range(order.batches_per_epoch):
             batch = feed.batch(epoch, number)
             wanted = order.batch_rows(epoch, number, feed.streams)
             np.testing.assert_array_equal(batch.inputs[:, 0], wanted)
             np.testing.assert_array_equal(batch.targets[:, 0], wanted)
-    # Windows that are being read ahead may have asked for their inputs only.
-    assert (2 * read.count("targets") < read.count("inputs")) is held
+    assert (read[1] == len(order.owned_rows(feed.streams))) is held
+    assert read[features] >= 3 * len(order.owned_rows(feed.streams)), "inputs are streamed"
+    feed.close()
+
+
+@pytest.mark.parametrize("targets", ["f4", "f8", "i1"])
+def test_narrow_columns_of_several_kinds(tmp_path, targets):
+    """Where they lie one after the other, of whatever size."""
+    rows = np.arange(2 * 4096 + 777)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["inputs"] = np.repeat(rows.astype("f4")[:, None], 70, axis=1)
+        file["targets"] = (rows % 100).astype(targets)
+        file["w"] = (rows / 7).astype("f4")
+    shards = open_shards(tmp_path, SOFTMAX if targets == "i1" else "mse", sample_weights="w")
+    order = Order(shards.rows, 2, 500, 3, True)
+    feed = Feed(shards, order, alone(), "stream", 3)
+    for epoch in range(2):
+        for number in range(order.batches_per_epoch):
+            batch, wanted = feed.batch(epoch, number), order.batch_rows(epoch, number, range(2))
+            np.testing.assert_array_equal(batch.inputs[:, 69], wanted)
+            np.testing.assert_array_equal(batch.targets.reshape(-1), wanted % 100)
+            np.testing.assert_array_equal(batch.weights, (wanted / 7).astype("f4"))
     feed.close()
 
 
