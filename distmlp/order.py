@@ -29,11 +29,12 @@ def mix(value: NDArray | int, key: NDArray | int) -> NDArray:
     """32-bit finalizer of MurmurHash3 over `value` xor `key`; uint32 in, uint32 out."""
     with np.errstate(over="ignore"):
         x = np.asarray(value, _U32) ^ np.asarray(key, _U32)
-        x = x ^ (x >> _U32(16))
-        x = x * _U32(0x85EBCA6B)
-        x = x ^ (x >> _U32(13))
-        x = x * _U32(0xC2B2AE35)
-        return x ^ (x >> _U32(16))
+        x ^= x >> _U32(16)
+        x *= _U32(0x85EBCA6B)
+        x ^= x >> _U32(13)
+        x *= _U32(0xC2B2AE35)
+        x ^= x >> _U32(16)
+        return x
 
 
 def permutation_key(seed: int, epoch: int, stream: NDArray | int, window: NDArray | int) -> NDArray:
@@ -46,7 +47,7 @@ def permutation_key(seed: int, epoch: int, stream: NDArray | int, window: NDArra
 
 
 def permute(index: NDArray, size: NDArray | int, key: NDArray | int) -> NDArray:
-    """Keyed bijection of [0, size): `index` (int64, elementwise below `size`) to int64.
+    """Keyed bijection of [0, size): `index` (int64, elementwise below `size`, which is below 2**62) to int64.
 
     A Feistel network on the a x b grid that just holds `size` (a = ceil(sqrt(size)), b = ceil(size / a)),
     with cycle walking for the few points beyond it (Black & Rogaway 2002).
@@ -71,20 +72,21 @@ def permute(index: NDArray, size: NDArray | int, key: NDArray | int) -> NDArray:
 
 def _feistel(value: NDArray, side_a: NDArray, side_b: NDArray, key: NDArray) -> NDArray:
     """`side_a`, `side_b` and `key`: one element, which is much the fastest, or as many as `value`."""
-    left = value // side_b  # < a
-    right = value - left * side_b  # < b
-    key = key.astype(_U32)
+    above = value // side_b
+    left, right = above.astype(_U32), (value - above * side_b).astype(_U32)  # < a, < b
+    a, b, key = side_a.astype(_U32), side_b.astype(_U32), key.astype(_U32)
     for turn in range(0, ROUNDS, 2):
         with np.errstate(over="ignore"):
             even, odd = key + _U32(turn * 0x632BE5AB & 0xFFFFFFFF), key + _U32((turn + 1) * 0x632BE5AB & 0xFFFFFFFF)
-        left = _remainder(left + mix(right, even), side_a)
-        right = _remainder(right + mix(left, odd), side_b)
-    return left * side_b + right
+        left = _sum_within(left, mix(right, even), a)
+        right = _sum_within(right, mix(left, odd), b)
+    return left.astype(np.int64) * side_b + right
 
 
-def _remainder(value: NDArray, size: NDArray) -> NDArray:
-    """`value % size` of what is not negative: NumPy is faster at dividing than at remainders."""
-    return value - value // size * size
+def _sum_within(part: NDArray, noise: NDArray, side: NDArray) -> NDArray:
+    """`(part + noise) % side` without more than 32 bits, of which NumPy does more at a time; part < side < 2**31."""
+    total = part + (noise - noise // side * side)  # < 2 * side; NumPy is faster at dividing than at remainders
+    return np.minimum(total, total - side)  # which is huge where it is below 0
 
 
 def owned_streams(streams: int, ranks: int, rank: int) -> range:

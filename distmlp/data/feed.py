@@ -89,10 +89,10 @@ class Feed:
             self.wait_seconds += time.perf_counter() - start
         return rows
 
-    def _open(self) -> _Source:
+    def _open(self, windows: bool = False) -> _Source:
         if self.residence == "host":
             start = time.perf_counter()
-            source = Resident(self.shards, self._lanes, self._pool)
+            source = Resident(self.shards, self._lanes, self._pool, windows)
             self.wait_seconds += time.perf_counter() - start
             return source
         fits = WindowBatches.memory_bytes(self.shards, self._lanes) <= RESIDENT_SHARE * self._free_bytes
@@ -119,8 +119,8 @@ class Feed:
         self, rooms: Sequence[Window], convert: Callable[[Any, int, int], object], places: bool = True
     ) -> Windows:
         """Own rows window by window, for an engine that picks the rows of a batch itself. See `Windows`."""
-        if self.residence == "host":
-            self._source = self._source or self._open()
+        if self.residence == "host" and self._source is None:
+            self._source = self._open(windows=True)
         source = self._source if isinstance(self._source, Resident) else self._files()
         return Windows(source, self._lanes, self._pool, rooms, convert, places)
 

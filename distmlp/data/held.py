@@ -3,19 +3,16 @@ rows would cost as much as its inputs."""
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Container, Sequence
 from typing import Protocol
-from weakref import finalize
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from distmlp.data.direct import OneFile
 from distmlp.data.pool import Pool
 from distmlp.data.resident import PIECE_BYTES, rows_of
+from distmlp.data.row_memory import RowMemory
 from distmlp.data.rows import Rows
 from distmlp.data.shards import ROLES, Found, Shards
 
@@ -41,16 +38,9 @@ class Held:
         self._source, self._first, self._roles = source, rows.start, roles
         self._others = tuple(role for role in ROLES if role not in roles)
         one = shards.empty(1)
-        sizes = [part.nbytes if role in roles else 0 for role, part in zip(ROLES, one.parts, strict=False)]
-        memory, handle = _memory(len(rows) * sum(sizes))
-        if handle >= 0:
-            finalize(self, os.close, handle)
-        self._file = OneFile(handle, rows, sizes)
-        parts = []
-        for size, start, part in zip(sizes, self._file.starts, one.parts, strict=True):
-            room = memory[start : start + size * len(rows)].view(part.dtype)
-            parts.append(room.reshape(len(rows) if size else 0, *part.shape[1:]))
-        self._rows = Rows(*parts)
+        kept = [part[: int(role in roles)] for role, part in zip(ROLES, one.parts, strict=False)]
+        self._memory = RowMemory(rows, Rows(*kept))
+        self._rows = self._memory.rows
         step = max(1, PIECE_BYTES // sum(part.nbytes for part in one.parts[1:]))
         tasks = []
         for start in range(0, len(rows), step):
@@ -61,26 +51,16 @@ class Held:
             task.settle()
         for task in tasks:
             task.result()
-        self._in_file = handle >= 0
 
     def find(self, runs: NDArray) -> Sequence[Found]:
         """As `Shards.find`."""
         found = self._source.find(runs, self._others)
-        if self._in_file:
-            for role in self._roles:
-                for window, reads in zip(found, self._file.find(runs, ROLES.index(role)), strict=True):
-                    window[role] = reads
-        return found
+        return [reads | more for reads, more in zip(found, self._memory.find(runs, self._roles), strict=True)]
 
     def read_runs(self, runs: NDArray, out: Rows, *, found: Found | None = None) -> None:
         """As `Shards.read_runs`."""
-        if found and self._source.read_found(found, out):
-            if len(found) == len(out.parts):
-                return
-            done: Container[str] = found.keys()
-        else:
-            done = ()
-        others = tuple(role for role in self._others if role not in done)
+        done: Container[str] = found.keys() if found and self._source.read_found(found, out) else ()
+        others = tuple(role for role in self._others[: len(out.parts) - len(self._roles)] if role not in done)
         if others:
             self._source.read_runs(runs, out, others, found={})
         firsts, counts = runs.T
@@ -91,20 +71,6 @@ class Held:
                     _copy_blocks(kept, firsts - self._first, same, target)
                 else:
                     kept.take(rows_of(runs) - self._first, axis=0, out=target, mode="clip")
-
-
-def _memory(size_bytes: int) -> tuple[NDArray, int]:
-    """Bytes, and the handle of a file that they are, or -1."""
-    try:
-        handle = os.memfd_create("rows")
-    except (AttributeError, OSError):
-        return np.empty(size_bytes, np.uint8), -1
-    try:
-        os.posix_fallocate(handle, 0, size_bytes)
-        return np.frombuffer(mmap.mmap(handle, size_bytes), np.uint8), handle
-    except (OSError, ValueError):
-        os.close(handle)
-        return np.empty(size_bytes, np.uint8), -1
 
 
 def _copy_blocks(kept: NDArray, firsts: NDArray, count: int, target: NDArray) -> None:

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from distmlp.data.lanes import Lanes
 from distmlp.data.pool import Pool
+from distmlp.data.row_memory import RowMemory, read_open
 from distmlp.data.rows import Rows
-from distmlp.data.shards import Shards
+from distmlp.data.shards import Found, Shards
 
 PIECE_BYTES = 16 << 20
 PLAN_ROWS = 1 << 15  # rows whose order is worked out at once
@@ -33,12 +34,14 @@ def load(shards: Shards, rows: range, pool: Pool, out: Rows | None = None) -> Ro
 
 
 class Resident:
-    """All own rows in memory."""
+    """All own rows in memory. `windows`: they are to be read window by window rather than batch by batch."""
 
-    def __init__(self, shards: Shards, lanes: Lanes, pool: Pool) -> None:
+    def __init__(self, shards: Shards, lanes: Lanes, pool: Pool, windows: bool = False) -> None:
         self._lanes = lanes
-        self._first = lanes.order.owned_rows(lanes.streams).start
-        self.rows = load(shards, lanes.order.owned_rows(lanes.streams), pool)
+        own = lanes.order.owned_rows(lanes.streams)
+        self._first = own.start
+        self._memory = RowMemory(own, shards.empty(1)) if windows else None
+        self.rows = load(shards, own, pool, self._memory.rows if self._memory else None)
         self._plan = (-1, range(0), np.empty(0, np.int64))  # epoch, own indices, their rows here
 
     def batch(self, epoch: int, indices: range) -> Rows:
@@ -53,12 +56,14 @@ class Resident:
         wanted = rows[indices.start - planned.start : indices.stop - planned.start]
         return self.rows.map(lambda array: array.take(wanted, axis=0))
 
-    def find(self, runs: NDArray) -> Sequence[None]:
-        """As `Shards.find`: nothing is to be found."""
-        return [None] * len(runs)
+    def find(self, runs: NDArray) -> Sequence[Found | None]:
+        """As `Shards.find`."""
+        return self._memory.find(runs) if self._memory else [None] * len(runs)
 
-    def read_runs(self, runs: NDArray, out: Rows, *, found: None = None) -> None:
-        """As `Shards.read_runs`, from memory: one call an array, which holds the interpreter up once."""
+    def read_runs(self, runs: NDArray, out: Rows, *, found: Found | None = None) -> None:
+        """As `Shards.read_runs`, from memory: one call, or one call an array, which holds the interpreter up once."""
+        if found and read_open(found, out):
+            return
         wanted = rows_of(runs) - self._first
         for target, source in zip(out.parts, self.rows.parts, strict=True):
             source.take(wanted, axis=0, out=target, mode="clip")  # "raise" would copy once more

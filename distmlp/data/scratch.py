@@ -10,9 +10,9 @@ from typing import IO
 
 from numpy.typing import NDArray
 
-from distmlp.data import aio
 from distmlp.data.direct import OneFile
 from distmlp.data.pool import Pool
+from distmlp.data.row_memory import read_open
 from distmlp.data.rows import Rows
 from distmlp.data.shards import ROLES, Found, Shards
 from distmlp.errors import DataError, SystemUnfitError
@@ -78,10 +78,7 @@ class Scratch:
 
     def read_found(self, found: Found, out: Rows) -> bool:
         """As `Shards.read_found`."""
-        try:
-            return aio.read_all([(reads.handle, reads.spans, out.of(role)) for role, reads in found.items()])
-        except OSError:
-            return False
+        return read_open(found, out)
 
     def read_runs(self, runs: NDArray, out: Rows, roles: Container[str] = ROLES, *, found: Found | None = None) -> None:
         """As `Shards.read_runs`."""

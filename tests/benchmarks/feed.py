@@ -5,7 +5,8 @@
 
 `rates`, in GB/s of inputs and targets: one thread of `h5py` into host memory; all rows as they lie into device memory,
 as at the start of a run whose rows fit there (`resident`); an epoch in training order, window by window, unshuffled
-(`streamed`) and shuffled; of compressed rows also where decoded chunks do not stay in memory, and with `data.scratch`.
+(`streamed`) and shuffled, also of rows that lie in host memory; of compressed rows also where decoded chunks do not
+stay in memory, and with `data.scratch`.
 `training`: samples a second with rows resident and streamed. `larger`: a run whose data is larger than the memory of
 GPU and host together, in a process of its own: the same shards under so many names. `loader`: a PyTorch DataLoader
 over h5py (`feed_loader.py`). Every figure is told as it comes, and the results file is written anew after each.
@@ -113,7 +114,7 @@ def make_files(folder: Path, scale: float) -> list[tuple[str, str, int, int]]:
 class Arrivals:
     """Rows on their way to a device that does nothing with them."""
 
-    def __init__(self, pattern: str, readers: int, shuffle: bool, scratch: str = "") -> None:
+    def __init__(self, pattern: str, readers: int, shuffle: bool, scratch: str = "", place: str = "stream") -> None:
         import cupy
 
         from distmlp.comm.world import World
@@ -125,7 +126,7 @@ class Arrivals:
 
         shards = open_shards(pattern)
         self.order = Order(shards.rows, STREAMS, BATCH, 0, shuffle)
-        self.feed = Feed(shards, self.order, World(), "stream", readers, scratch)
+        self.feed = Feed(shards, self.order, World(), place, readers, scratch)
         self.bytes = shards.rows * shards.row_bytes
         self.ledger = Ledger(cupy.cuda.Stream(non_blocking=True))
         self.own = OwnRows(self.order, self.feed.streams)
@@ -166,11 +167,13 @@ def rates(name: str, pattern: str, rows: int, columns: int, readers: int) -> dic
     one = Path(pattern.replace("?", "0"))
     row["h5py"] = timed(lambda: with_h5py(one, columns), row["bytes"] // SHARDS, 2)
     say(row)
-    ways = [("resident", False, ""), ("streamed", False, ""), ("streamed_shuffled", True, "")]
+    ways = [
+        (way, way.endswith("shuffled"), "") for way in ("resident", "streamed", "streamed_shuffled", "host_shuffled")
+    ]
     if "gzip" in name:
         ways += [("without_memory", True, ""), ("with_scratch", True, str(one.parent))]
     for what, shuffle, scratch in ways:
-        arrivals = Arrivals(pattern, readers, shuffle, scratch)
+        arrivals = Arrivals(pattern, readers, shuffle, scratch, "host" if "host" in what else "stream")
         if what == "without_memory":
             arrivals.feed._free_bytes = 256 << 20  # for decoded chunks, a quarter of it
         row[what] = arrivals.resident() if what == "resident" else arrivals.streamed()
