@@ -15,7 +15,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,8 +61,11 @@ MinJobAge=300
 MailProg=/bin/true
 PropagateResourceLimits=NONE
 GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 {nodes}
-PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """
 _NODE = (
     "NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs=4 Sockets=1 CoresPerSocket=4 "
@@ -107,8 +110,9 @@ class Cluster:
         cluster = cls(folder)
         cluster._configure()
         try:
-            for command in (["slurmctld"], *(["slurmd", "-N", node] for node in NODES)):
-                cluster.run([command[0], "-f", cluster.environment["SLURM_CONF"], *command[1:]])
+            cluster.run(["slurmctld", "-f", cluster.environment["SLURM_CONF"]])
+            for node in NODES:
+                cluster.start_node(node)
             wait_for(lambda: cluster.run(["sinfo", "-h", "-t", "idle", "-o", "%D"]).strip() == "2", 20, "idle nodes")
         except (AssertionError, subprocess.SubprocessError) as error:
             logs = "\n".join(cluster.logs())
@@ -133,6 +137,26 @@ class Cluster:
         )
         devices = "NodeName=n[1-2] Name=gpu File=/dev/tty[0-3]\n"  # any device files: nothing opens them
         (self.folder / "gres.conf").write_text(devices)
+
+    def start_node(self, node: str) -> None:
+        """Also one that was lost: with ReturnToService=2 it serves again once it reports."""
+        self.run(["slurmd", "-f", self.environment["SLURM_CONF"], "-N", node])
+
+    def lose_node(self, node: str, job_id: str) -> None:
+        """As if its power failed while it ran `job_id` alone: nothing there says goodbye. The controller is told, which
+        would take minutes to find out."""
+        pid_file = self.folder / f"slurmd-{node}.pid"
+        lost = [int(pid_file.read_text())]
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                title, variables = ((process / name).read_bytes() for name in ("cmdline", "environ"))
+                of_job = f"SLURM_JOB_ID={job_id}".encode() in variables.split(b"\0")
+                if of_job or title.startswith(f"slurmstepd: [{job_id}.".encode()):
+                    lost.append(int(process.name))
+        for pid in lost:
+            _signal(pid, signal.SIGKILL)
+        pid_file.unlink()
+        self.run(["scontrol", "update", f"nodename={node}", "state=down", "reason=lost"])
 
     def stop(self) -> None:
         """End all jobs, then the daemons, and wait until they are gone."""

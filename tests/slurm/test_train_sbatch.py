@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,6 +94,31 @@ def test_killed_rank_ends_the_job_without_requeue(site: Site) -> None:
     assert (ended.state, ended.restarts) == ("FAILED", 0), site.log()
     assert ended.exit_code == 128 + signal.SIGKILL
     assert not _ranks(site.folder)
+
+
+def test_preempted_job_saves_and_goes_on_when_its_node_is_free(site: Site) -> None:
+    job = site.submit("run.toml", *LONG, options=("--nodelist=n2", "--exclusive"))
+    site.wait_for_steps(10)
+    options = ("--partition=urgent", "--nodelist=n2", "--exclusive", f"--output={site.folder}/urgent.log")
+    urgent = site.cluster.submit(*options, "--wrap=sleep 1")
+    assert site.cluster.wait(urgent, 60).state == "COMPLETED"
+    ended = site.cluster.wait(job, 90)
+    assert (ended.state, ended.restarts) == ("COMPLETED", 1), site.log()
+    assert re.search(r"resumed from \S*step-0*[1-9]", site.log()), site.log()  # it had been given the time to save
+    assert site.summary()["steps"] == 1000
+
+
+def test_job_goes_on_after_its_node_was_lost(site: Site) -> None:
+    words = ("--set", "run.checkpoint_every='5 steps'")
+    job = site.submit("run.toml", *LONG, *words, options=("--nodelist=n2", "--exclusive"))
+    site.wait_for_steps(20)
+    site.cluster.lose_node("n2", job)
+    wait_for(lambda: site.cluster.job(job).restarts == 1, 20, "requeue", lambda: str(site.cluster.job(job)))
+    site.cluster.start_node("n2")
+    ended = site.cluster.wait(job, 120)
+    assert (ended.state, ended.nodes, ended.restarts) == ("COMPLETED", "n2", 1), site.log()
+    assert "resumed from" in site.log()
+    assert site.summary()["steps"] == 1000
 
 
 def test_cancelled_job_saves_and_stays_down(site: Site) -> None:
