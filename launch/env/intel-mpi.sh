@@ -4,7 +4,9 @@
 #   . launch/env/intel-mpi.sh
 #   mpiexec.hydra -n 2 distmlp train run.toml
 #
-# Without a GPU I_MPI_OFFLOAD=1 is a segmentation fault in MPI_Init, so it is set only where the driver is there.
+# Without a GPU I_MPI_OFFLOAD=1 is a segmentation fault in MPI_Init, so it is set only where the driver is there. With
+# it every rank opens every GPU that it sees and keeps about 1 GB on each; `I_MPI_OFFLOAD=0` after this leaves that out
+# where MPI does not move GPU memory (run.transport = "peer", "nccl" or "staged").
 
 _distmlp_library=$(ldconfig -p 2>/dev/null | awk '/libcuda\.so\.1 .*x86-64/ { print $NF; exit }')
 if [ -n "$_distmlp_library" ] && [ -e /dev/nvidiactl ]; then

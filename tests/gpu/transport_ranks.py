@@ -41,7 +41,7 @@ STARTED = time.monotonic()
 
 def main() -> int:
     transport, path = sys.argv[1], Path(sys.argv[2])
-    faulthandler.dump_traceback_later(100)  # the test waits 120 s
+    faulthandler.dump_traceback_later(100, file=sys.__stderr__)  # the test waits 120 s
     world = open_world(try_devices=True)
     binding = bind(world, share_gpu="share" in sys.argv)
     import cupy
@@ -69,7 +69,7 @@ def main() -> int:
 def say(world: World, stage: str) -> None:
     """For whoever looks why this took long or did not end."""
     if world.rank == 0:
-        print(f"{time.monotonic() - STARTED:.1f} s: {stage}", file=sys.stderr, flush=True)
+        print(f"{time.monotonic() - STARTED:.1f} s: {stage}", file=sys.__stderr__, flush=True)
 
 
 def train(world: World, transport: str, case: Case) -> dict[str, Any]:
