@@ -46,14 +46,64 @@ __device__ __noinline__ void stage(const Block& block, int s) {
     prefetch_targets(block.raw, rows);
 }
 
-// The upmost pass, which has the loss. Returns whether a sum is bad, as all passes do.
-__device__ __forceinline__ bool top_pass(const Block& block, int s, float* partial) {
+// How far a block is: the sums of pass `p` of step `number` are there. No branch, as products may be under way.
+__device__ __forceinline__ u32 mark_of(u32 number, int p) { return number * PASSES + p; }
+__device__ __forceinline__ void tell_sums(u32* marks, u32 mark, bool really) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.release.gpu.global.u32 [%0], %1; }" ::"l"(marks + blockIdx.x),
+        "r"(mark), "r"((int)really)
+        : "memory");
+}
+// Until all producers are as far. Every thread waits for some of them.
+__device__ __forceinline__ void await_sums(const u32* marks, u32 mark, int count) {
+    for (int p = threadIdx.x; p < count; p += BLOCK_THREADS)
+        while ((int)(load_acquire(marks + p) - mark) < 0) {
+        }
+    __syncthreads();
+}
+
+// Which of its tiles a block takes through pass P at `turn`: those that the pass before had last are still in L2.
+template <int P>
+__device__ __forceinline__ int tile_at(int turn, int turns) {
+    return P % 2 == 1 ? turns - 1 - turn : turn;
+}
+
+// What a lower pass begins a tile with.
+template <int P>
+struct Left {
+    u32 a[2 * columns(pass(P).low)], dz[2 * columns(pass(P).high)];
+
+    __device__ __forceinline__ void fetch(const Walk& walk, int tile) {
+        uint4* kept = walk.kept_tile(tile);
+        Walk::fetch<columns(pass(P).low) / 2>(walk.inputs_of<P>(kept), a);
+        Walk::fetch<columns(pass(P).high) / 2>(walk.errors_of(kept), dz);
+    }
+};
+
+template <int P>
+__device__ __forceinline__ void lower_pass(const Walk& walk, int turns, float* partial, Left<P>& left, Limit& limit, u32* marks, u32 number);
+
+// The sums of pass P out, then the next pass. Its first loads go ahead of the stores, which take long.
+template <int P, int N>
+__device__ __forceinline__ void go_down(const Walk& walk, int turns, float* partial, float (&sums)[N], Limit& limit, u32* marks, u32 number) {
+    if constexpr (P + 1 < PASSES) {
+        Left<P + 1> left;
+        left.fetch(walk, tile_at<P + 1>(0, turns));
+        write_pass<P>(walk.group, sums, partial, limit);
+        lower_pass<P + 1>(walk, turns, partial, left, limit, marks, number);
+    } else {
+        write_pass<P>(walk.group, sums, partial, limit);
+    }
+}
+
+// The upmost pass, which has the loss, and all below it. Returns whether a sum is bad.
+__device__ __forceinline__ bool all_passes(const Block& block, int s, float* partial, u32* marks, u32 number) {
     const Walk walk = block.walk;
     const Raw& raw = block.raw;
     const StepInfo info = ENGINE.steps[s];
     const int tiles = (info.rows + TILE - 1) / TILE, lane = threadIdx.x & 31;
     write_ones<0>();
-    Limit limit = {false};
+    Totals totals = {};
     float sums[pass_sums(0)];
 #pragma unroll
     for (int i = 0; i < FIXED(pass_sums(0)); ++i) sums[i] = 0.f;
@@ -64,73 +114,57 @@ __device__ __forceinline__ bool top_pass(const Block& block, int s, float* parti
         walk.read_inputs(a);
         uint4* kept = walk.kept_tile(turn);
         if constexpr (pass_from(0) > 0) walk.keep<columns(0) / 2>(walk.inputs_of<pass_from(0)>(kept), a);
-        Totals totals = {};
-        walk.forward<0, 0>(a, Top{raw, totals, kept});
-        publish_operands();
         const int next_at = Block::first_row(tile + gridDim.x);
-        RowPair next;
+        RowPair rows, next;
         next.pick(raw, info, next_at + (lane >> 2));
-        sum_over_warp(
-            totals, (float*)(dynamic_shared + TALLY_AT) + (threadIdx.x >> 5) * TALLY_FLOATS, limit, turn > 0);
+        Chain::Targets targets;
+        walk.forward<0, 0>(a, Top{raw, rows, targets, totals, kept});
+        publish_operands();
         Chain::Inputs inputs;
         walk.load_inputs(raw, next, inputs);
         next.load(raw);
         __syncthreads();
-        add_pass_tile<0, 0>(walk.group, sums, walk.shared);
+        add_pass_tile<0, 0>(walk.group, sums, walk.shared, [] {});
         __syncthreads();
         walk.store_inputs(raw, info, next, next_at, inputs);
         walk.remember(next);
         prefetch_targets(raw, next);
     }
-    write_pass<0>(walk.group, sums, partial, limit);
+    Limit limit = {false};
+    sum_over_warp(totals, (float*)(dynamic_shared + TALLY_AT) + (threadIdx.x >> 5) * TALLY_FLOATS, limit);
+    go_down<0>(walk, turn, partial, sums, limit, marks, number);
     return limit.bad;
 }
 
 template <int P>
-__device__ __forceinline__ bool lower_pass(const Block& block, int turns, float* partial) {
+__device__ __forceinline__ void lower_pass(const Walk& walk, int turns, float* partial, Left<P>& left, Limit& limit, u32* marks, u32 number) {
     constexpr int LOW = pass(P).low, HIGH = pass(P).high;
-    const Walk walk = block.walk;
     write_ones<P>();
     float sums[pass_sums(P)];
 #pragma unroll
     for (int i = 0; i < FIXED(pass_sums(P)); ++i) sums[i] = 0.f;
-    u32 a[2 * columns(LOW)], dz[2 * columns(HIGH)];  // of the tile to come
-    const auto fetch = [&](int turn) {
-        uint4* kept = walk.kept_tile(turn);
-        walk.fetch<columns(LOW) / 2>(walk.inputs_of<P>(kept), a);
-        walk.fetch<columns(HIGH) / 2>(walk.errors_of(kept), dz);
-    };
-    fetch(0);
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
-        const Lower<P> lower{dz, walk.kept_tile(turn)};
-        walk.store_fragments<columns(LOW), activation_columns(LOW)>(walk.input_fragment<P, LOW>(), a);
+        const Lower<P> lower{left.dz, walk.kept_tile(tile_at<P>(turn, turns))};
+        walk.store_fragments<columns(LOW), activation_columns(LOW)>(walk.input_fragment<P, LOW>(), left.a);
         if constexpr (keeps_slope(P)) {
             u32 slope[2 * columns(LOW)];
-            walk.fetch<columns(LOW) / 2>(walk.slopes_of<P>(lower.kept), slope);
+            Walk::fetch<columns(LOW) / 2>(walk.slopes_of<P>(lower.kept), slope);
             walk.store_fragments<columns(LOW), columns(LOW)>(walk.error_fragment<P, LOW>(), slope);
         }
         if constexpr (HIGH > LOW + 1)
-            walk.forward<P, LOW>(a, lower);
+            walk.forward<P, LOW>(left.a, lower);
         else
-            walk.turn<P>(dz, lower);
+            walk.turn<P>(left.dz, lower);
         publish_operands();
-        if (turn + 1 < turns) fetch(turn + 1);
+        if (turn + 1 < turns) left.fetch(walk, tile_at<P>(turn + 1, turns));
         __syncthreads();
-        add_pass_tile<P, 0>(walk.group, sums, walk.shared);
+        add_pass_tile<P, 0>(walk.group, sums, walk.shared, [&] {
+            tell_sums(marks, mark_of(number, P - 1), turn == 0 && threadIdx.x == 0);
+        });
         __syncthreads();
     }
-    Limit limit = {false};
-    write_pass<P>(walk.group, sums, partial, limit);
-    return limit.bad;
-}
-template <int P>
-__device__ __forceinline__ bool lower_passes(const Block& block, int turns, float* partial) {
-    if constexpr (P < PASSES) {
-        const bool bad = lower_pass<P>(block, turns, partial);
-        return lower_passes<P + 1>(block, turns, partial) || bad;
-    }
-    return false;
+    go_down<P>(walk, turns, partial, sums, limit, marks, number);
 }
 
 // The weights on their way to shared memory, a barrier a layer; thread 0. Biases come with the first.
@@ -146,71 +180,94 @@ __device__ __forceinline__ void ask_weights(const u8* image, u32 shared, u32 wei
     }
 }
 
-constexpr int AT_ONCE = 4, SHARES = WARPS / AT_ONCE, PER_THREAD = AT_ONCE * CHUNK / BLOCK_THREADS;
+constexpr int AT_ONCE = BLOCK_THREADS / CHUNK;  // chunks
 
-// A thread's parameters of a turn, on their way while sums are waited for.
+// A thread's parameter of a turn, on its way while sums are waited for.
 struct Own {
-    Place place[PER_THREAD];
-    Parameter parameter[PER_THREAD];
+    Place place;
+    Parameter parameter;
 
     __device__ __forceinline__ void load(int turn) {
-#pragma unroll
-        for (int i = 0; i < PER_THREAD; ++i) {
-            const int own = blockIdx.x + (AT_ONCE * turn + (threadIdx.x >> 7) + BLOCK_THREADS / CHUNK * i) * gridDim.x;
-            place[i].flat = -1;
-            if (own < CHUNKS) place[i] = locate(own, threadIdx.x & 127);
-            if (NARROW_DIRECT && place[i].flat >= 0) parameter[i].load(place[i].flat);
-        }
+        const int own = blockIdx.x + (AT_ONCE * turn + (threadIdx.x >> 7)) * gridDim.x;
+        place.flat = -1;
+        if (own < CHUNKS) place = locate(own, threadIdx.x & 127);
+        if (NARROW_DIRECT && place.flat >= 0) parameter.load(place.flat);
     }
 };
 
-// f(place, parameter, gradient summed over `count` producers) for this block's chunks, four at a time.
+// Over producers share, share + SHARES, …
+template <int SHARES>
+__device__ __forceinline__ float4 sum_of_chunk(const float* source, int share, int count) {
+    constexpr int LOADS = 17;  // in flight
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int p = share; p < count; p += LOADS * SHARES) {
+        uint4 x[LOADS];
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i)
+            x[i] = p + SHARES * i < count ? load_fresh(source + (i64)(p + SHARES * i) * PARTIAL_STRIDE)
+                                          : make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            sum.x += __uint_as_float(x[i].x), sum.y += __uint_as_float(x[i].y);
+            sum.z += __uint_as_float(x[i].z), sum.w += __uint_as_float(x[i].w);
+        }
+    }
+    return sum;
+}
+
+// This thread's element of the block's chunks of `turn`, summed over `count` producers.
+__device__ __forceinline__ float sum_of_turn(const float* partials, int turn, int count) {
+    float* scratch = (float*)(dynamic_shared + SCRATCH_AT);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, first = blockIdx.x + AT_ONCE * turn * gridDim.x;
+    const int chunks = first + gridDim.x < CHUNKS ? AT_ONCE : 1, mine = threadIdx.x >> 7;
+    const float* source = partials + first * CHUNK + 4 * lane;
+    float4 part;
+    if (chunks == AT_ONCE)
+        part = sum_of_chunk<WARPS / AT_ONCE>(source + warp % AT_ONCE * gridDim.x * CHUNK, warp / AT_ONCE, count);
+    else
+        part = sum_of_chunk<WARPS>(source, warp, count);
+    *(float4*)(scratch + warp * WARP_SUMS + 4 * lane) = part;
+    __syncthreads();
+    float sum = 0.f;
+    for (int w = mine; w < WARPS; w += chunks) sum += scratch[w * WARP_SUMS + (threadIdx.x & 127)];
+    return sum;
+}
+
+// The pass that the first `chunks` chunks are complete with.
+template <int P = 0>
+__device__ __forceinline__ int complete_with(int chunks) {
+    if constexpr (P < PASSES - 1) return FIXED(pass_chunks(P)) >= chunks ? P : complete_with<P + 1>(chunks);
+    return PASSES - 1;
+}
+
+// f(place, parameter, gradient summed over `count` producers) for this block's chunks. The first ones are added up before
+// all blocks have gone through their last pass.
 template <class F>
 __device__ __forceinline__ void for_each_sum(
     const Buffers& buffers, int s, u32 number, int count, StepTotals& totals, const F& f) {
     float* scratch = (float*)(dynamic_shared + SCRATCH_AT);
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    float* mine = scratch + warp * WARP_SUMS;
     const float* partials = buffers.partials_of(0);
     Own own;
     own.load(0);
     __syncthreads();  // `scratch` has been read
-    await_producers(buffers, s, number, count, mine + CHUNK);
+    const int p = complete_with(AT_ONCE * gridDim.x);
+    float sum;
+    if (p < PASSES - 1) {
+        await_sums((const u32*)buffers.partials_of(1), mark_of(number, p), count);
+        sum = sum_of_turn(partials, 0, count);
+    }
+    await_producers(buffers, s, number, count, scratch + (threadIdx.x >> 5) * WARP_SUMS + CHUNK);
     __syncthreads();
     totals = collect_totals(scratch);
-    for (int turn = 0; blockIdx.x + AT_ONCE * turn * gridDim.x < CHUNKS; ++turn) {
-        if (turn > 0) own.load(turn);
-        const int chunk = blockIdx.x + (AT_ONCE * turn + warp % AT_ONCE) * gridDim.x;
-        if (chunk < CHUNKS) {
-            float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-            const float* source = partials + chunk * CHUNK + 4 * lane;
-            for (int p = warp / AT_ONCE; p < count; p += 17 * SHARES) {  // seventeen loads in flight
-                uint4 x[17];
-#pragma unroll
-                for (int i = 0; i < 17; ++i)
-                    x[i] = p + SHARES * i < count ? load_fresh(source + (i64)(p + SHARES * i) * PARTIAL_STRIDE)
-                                                  : make_uint4(0, 0, 0, 0);
-#pragma unroll
-                for (int i = 0; i < 17; ++i) {
-                    sum.x += __uint_as_float(x[i].x), sum.y += __uint_as_float(x[i].y);
-                    sum.z += __uint_as_float(x[i].z), sum.w += __uint_as_float(x[i].w);
-                }
-            }
-            *(float4*)(mine + 4 * lane) = sum;
-        }
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < PER_THREAD; ++i) {
-            const int quarter = (threadIdx.x >> 7) + BLOCK_THREADS / CHUNK * i, element = threadIdx.x & 127;
-            if (own.place[i].flat < 0) continue;
-            float sum = 0.f;
-#pragma unroll
-            for (int share = 0; share < SHARES; ++share)
-                sum += scratch[(AT_ONCE * share + quarter) * WARP_SUMS + element];
-            f(own.place[i], own.parameter[i], sum);
-        }
-        __syncthreads();
+    if (p == PASSES - 1) sum = sum_of_turn(partials, 0, count);
+    for (int turn = 0;;) {
+        if (own.place.flat >= 0) f(own.place, own.parameter, sum);
+        if (blockIdx.x + AT_ONCE * ++turn * gridDim.x >= CHUNKS) break;
+        own.load(turn);
+        __syncthreads();  // `scratch` has been read
+        sum = sum_of_turn(partials, turn, count);
     }
+    __syncthreads();
 }
 
 // Sums, update and publication of step `s`; a barrier must follow.
@@ -251,7 +308,8 @@ __device__ __forceinline__ void set_next_hyper(Hyper& h, float rate, u64 step) {
 }
 
 // The sums to the flat gradient, the tally behind it.
-__device__ __noinline__ void reduce_to_gradient(int s, u32 number, int rows, int count, Buffers buffers) {
+__device__ __noinline__ void reduce_to_gradient(
+    int s, u32 number, int rows, int count, Buffers buffers) {
     StepTotals totals;
     for_each_sum(buffers, s, number, count, totals, [&](const Place& place, Parameter&, float sum) {
         ENGINE.gradient[place.flat] = sum;
@@ -314,6 +372,8 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) passes_st
     write_ones<-1>();
     load_scales((float*)(dynamic_shared + PASS_SCALES_AT));
     if (threadIdx.x < 4) buffers.tallies(threadIdx.x >> 1, threadIdx.x & 1)[blockIdx.x] = 0;
+    u32* marks = (u32*)buffers.partials_of(1);
+    if (threadIdx.x == 0) marks[blockIdx.x] = 0;
     publish_all(image);
     __syncthreads();  // the scales
     if (begin < end) {
@@ -330,16 +390,14 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) passes_st
         }
         walk.phase ^= 1;
         const u32 number = s - begin + 1;
-        const int rows = ENGINE.steps[s].rows, all = (rows + TILE - 1) / TILE, count = producers(rows);
-        const int turns = (all - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
+        const int rows = ENGINE.steps[s].rows, count = producers(rows);
 #if !NARROW_DIRECT
         if (blockIdx.x == 0 && threadIdx.x == 0) control.flags[s + 1 & 1].gradient_not_finite = 0;
 #endif
         if (blockIdx.x < count) {
             float* partial = buffers.partials_of(0) + (i64)blockIdx.x * PARTIAL_STRIDE;
             Limit limit;
-            limit.bad = top_pass(block, s, partial);
-            limit.bad |= lower_passes<1>(block, turns, partial);
+            limit.bad = all_passes(block, s, partial, marks, number);
             deliver<TALLY_FLOATS>(
                 (const float*)(dynamic_shared + TALLY_AT), partial, buffers.tallies(s, 0) + blockIdx.x, buffers.tallies(s, 1) + blockIdx.x, number,
                 limit);

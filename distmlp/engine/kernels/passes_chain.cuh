@@ -15,6 +15,11 @@ __device__ __forceinline__ u32 here(u32 x) {
     asm volatile("" : "+r"(x));
     return x;
 }
+template <class T>
+__device__ __forceinline__ T* here(T* x) {
+    asm volatile("" : "+l"(x));
+    return x;
+}
 // An operand's descriptor for `wgmma` from one base in units of 16 bytes: everything else is a constant.
 template <int K_BYTES, int OTHER_BYTES>
 __device__ __forceinline__ u64 descriptor(u32 base16, int at, int k16) {
@@ -28,7 +33,9 @@ struct Walk : Chain {
     u32 phase;          // of them
     uint4* kept;        // this thread's vectors of the block's first tile
 
-    __device__ __forceinline__ uint4* kept_tile(int tile) const { return kept + tile * KEPT_VECTORS * BLOCK_THREADS; }
+    __device__ __forceinline__ uint4* kept_tile(int tile) const {
+        return here(kept + tile * KEPT_VECTORS * BLOCK_THREADS);
+    }
     template <int P>
     static __device__ __forceinline__ uint4* inputs_of(uint4* tile) {
         return tile + FIXED(input_vector_at(P)) * BLOCK_THREADS;
@@ -108,12 +115,9 @@ struct Walk : Chain {
             Wgmma<OUT>::template rs<true>(
                 z, a + 4 * k, descriptor<OUT * BLOCK_BYTES, BLOCK_BYTES>(base, FIXED(weight_at(L)), k), true);
         commit_products();
-        Targets targets;
-        RowPair rows;
-        if constexpr (L + 1 == LAYERS) {
-            recall(rows);
-            load_targets(above.raw, rows, targets);
-            if ((threadIdx.x & 3) == 0) above.totals.weight = rows.weight[0] + rows.weight[1];
+        if constexpr (P == 0 && L == (LAYERS > 1 ? LAYERS - 2 : 0)) {  // to be there for the output layer
+            recall(above.rows);
+            load_targets(above.raw, above.rows, above.targets);
         }
         wait_products();
         settle(z);
@@ -140,8 +144,9 @@ struct Walk : Chain {
             else
                 forward<P, L + 1>(next, above);
         } else {
+            if ((threadIdx.x & 3) == 0) above.totals.weight += above.rows.weight[0] + above.rows.weight[1];
             u32 dz_top[2 * OUT];
-            output(z, above.raw, rows, targets, above.totals, dz_top);
+            output(z, above.raw, above.rows, above.targets, above.totals, dz_top);
             store_fragments<OUT, OUT>(error_fragment<P, LAYERS>(), dz_top);
             backward<P, LAYERS - 1>(dz_top, above);
         }
@@ -157,7 +162,7 @@ struct Walk : Chain {
     template <int P, int L, class Above>
     __device__ __forceinline__ void backward(const u32 (&dz)[2 * columns(L + 1)], const Above& above) const {
         if constexpr (L > 0) {
-            constexpr int IN = columns(L), KIND = activation(L - 1);
+            constexpr int IN = columns(L), OUT = columns(L + 1), KIND = activation(L - 1);
             float d[4 * IN];
 #pragma unroll
             for (int i = 0; i < 4 * IN; ++i) d[i] = 0.f;  // else they would live all along the loop over tiles
@@ -165,10 +170,9 @@ struct Walk : Chain {
             settle(d);
             begin_products();
 #pragma unroll
-            for (int k = 0; k < FIXED(columns(L + 1) / 2); ++k)
+            for (int k = 0; k < FIXED(OUT / 2); ++k)
                 Wgmma<IN>::template rs<false>(
-                    d, dz + 4 * k,
-                    descriptor<BLOCK_BYTES, columns(L + 1) * BLOCK_BYTES>(base, FIXED(weight_at(L)), k), true);
+                    d, dz + 4 * k, descriptor<BLOCK_BYTES, OUT * BLOCK_BYTES>(base, FIXED(weight_at(L)), k), true);
             commit_products();
             u32 from;
             if constexpr (slope_waits(L)) from = error_fragment<P, L>();
@@ -197,6 +201,8 @@ struct Walk : Chain {
 // What the upmost pass meets at the output layer.
 struct Top {
     const Raw& raw;
+    RowPair& rows;
+    Chain::Targets& targets;
     Totals& totals;
     uint4* kept;  // this thread's, of the tile at hand
 };
@@ -211,8 +217,22 @@ template <int P>
 __device__ __forceinline__ constexpr bool belongs(int layer) {
     return layer >= pass(P).low && layer < pass(P).high;
 }
+// Both warpgroups have the same items of pass P but for the rows: 64 each of every layer.
+template <int P>
+SHAPE_FN bool alike() {
+    for (int i = 0; i < ITEM_COUNT; ++i) {
+        if (item(i).layer < pass(P).low || item(i).layer >= pass(P).high) continue;
+        if (item(i).block != item(i).group) return false;
+        bool partner = false;
+        for (int k = 0; k < ITEM_COUNT; ++k)
+            partner |= item(k).layer == item(i).layer && item(k).block != item(i).block && item(k).offset == item(i).offset;
+        if (!partner) return false;
+    }
+    return true;
+}
+// `left`: `base`, and where that is the other warpgroup's item, its rows.
 template <int P, int GROUP, int I>
-__device__ __forceinline__ void add_pass_items(float* sums, u32 base) {
+__device__ __forceinline__ void add_pass_items(float* sums, u32 base, u32 left) {
     if constexpr (I < ITEM_COUNT) {
         constexpr Item ITEM = item(I);
         constexpr int L = ITEM.layer, FIRST = ITEM.block * 8 * BLOCK_BYTES;
@@ -222,31 +242,34 @@ __device__ __forceinline__ void add_pass_items(float* sums, u32 base) {
             for (int k = 0; k < TILE / 16; ++k) {
                 if constexpr (ITEM.out_major)
                     Wgmma<IN>::template ss<true, true>(
-                        sums + ITEM.offset, descriptor<OUT * BLOCK_BYTES, BLOCK_BYTES>(base, DZ + FIRST, k),
+                        sums + ITEM.offset, descriptor<OUT * BLOCK_BYTES, BLOCK_BYTES>(left, DZ + FIRST, k),
                         descriptor<IN * BLOCK_BYTES, BLOCK_BYTES>(base, A, k));
                 else
                     Wgmma<OUT>::template ss<true, true>(
-                        sums + ITEM.offset, descriptor<IN * BLOCK_BYTES, BLOCK_BYTES>(base, A + FIRST, k),
+                        sums + ITEM.offset, descriptor<IN * BLOCK_BYTES, BLOCK_BYTES>(left, A + FIRST, k),
                         descriptor<OUT * BLOCK_BYTES, BLOCK_BYTES>(base, DZ, k));
             }
         }
-        add_pass_items<P, GROUP, I + 1>(sums, base);
+        add_pass_items<P, GROUP, I + 1>(sums, base, left);
     }
 }
-template <int P, int GROUP, int N>
-__device__ __forceinline__ void add_pass_tile(int group_, float (&sums)[N], u32 shared) {
+// `meanwhile()` is called with the products under way; it must not branch.
+template <int P, int GROUP, int N, class F>
+__device__ __forceinline__ void add_pass_tile(int group_, float (&sums)[N], u32 shared, const F& meanwhile) {
     if constexpr (GROUP < GROUPS) {
         const int group = GROUP == 0 ? __shfl_sync(~0u, group_, 0) : group_;  // the same in a warp, as the compiler sees
-        if (group == GROUP) {
+        if (alike<P>() || group == GROUP) {
             const u32 base = here(shared >> 4);
+            const u32 left = base + (alike<P>() ? group * (8 * BLOCK_BYTES >> 4) : 0);
             settle(sums);
             begin_products();
-            add_pass_items<P, GROUP, 0>(sums, base);
+            add_pass_items<P, GROUP, 0>(sums, base, left);
             commit_products();
+            meanwhile();
             wait_products();
             settle(sums);
         } else {
-            add_pass_tile<P, GROUP + 1>(group, sums, shared);
+            add_pass_tile<P, GROUP + 1>(group, sums, shared, meanwhile);
         }
     }
 }

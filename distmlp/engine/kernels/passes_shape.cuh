@@ -4,7 +4,7 @@
 // A pass sums the weight gradients of layers low to high - 1. It has their inputs and the errors of their outputs in
 // shared memory; all passes share the place, behind the weights and the network's inputs.
 #pragma once
-#include "narrow_shape.cuh"
+#include "narrow_slots.cuh"
 
 namespace narrow {
 
@@ -63,6 +63,14 @@ SHAPE_FN int pass_sums(int p) {  // floats a thread keeps
                 most, item(i).offset + 4 * (item(i).out_major ? columns(item(i).layer) + 1 : columns(item(i).layer + 1)));
     return most;
 }
+// Chunks of the gradients of pass `p` and those before it: items are in their order.
+SHAPE_FN int pass_chunks(int p) {
+    int chunks = 0;
+    for (int i = 0; i < ITEM_COUNT; ++i)
+        if (item(i).layer >= pass(p).low) chunks += 4 * item_columns(i);
+    return chunks;
+}
+
 // A thread's share of a tile's rows on their way from one pass to another, in vectors of 16 bytes: for every pass but
 // the upmost its lowest input, and the slope at it where that waits; then the errors, in one place for all.
 SHAPE_FN int input_vectors(int p) { return columns(pass(p).low) / 2; }
