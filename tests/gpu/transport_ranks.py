@@ -37,6 +37,7 @@ SIZES = (1, 1000, 1 << 18, 1 << 24)  # 4 bytes to 64 MB
 ROUNDS = 12
 CYCLES = 8_000_000  # about 5 ms
 STARTED = time.monotonic()
+STAGES: dict[str, float] = {}  # when each began
 
 
 def main() -> int:
@@ -61,6 +62,7 @@ def main() -> int:
         "wrong_sums": spin(world, choice.transport),
     }
     say(world, "done")
+    report["stages"] = STAGES
     if world.rank == 0:
         path.write_text(json.dumps(report, indent=1))
     return 0
@@ -68,8 +70,9 @@ def main() -> int:
 
 def say(world: World, stage: str) -> None:
     """For whoever looks why this took long or did not end."""
+    STAGES[stage] = round(time.monotonic() - STARTED, 1)
     if world.rank == 0:
-        print(f"{time.monotonic() - STARTED:.1f} s: {stage}", file=sys.__stderr__, flush=True)
+        print(f"{STAGES[stage]} s: {stage}", file=sys.__stderr__, flush=True)
 
 
 def train(world: World, transport: str, case: Case) -> dict[str, Any]:
