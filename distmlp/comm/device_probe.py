@@ -61,6 +61,13 @@ class DeviceProbe:
             self._found = judge(output.decode(errors="replace"), code)
         return self._found
 
+    def cancel(self) -> None:
+        """End a trial whose outcome nobody has asked for: it would outlive the job, on its GPU."""
+        if self._found is None:
+            self._child.kill()
+            self._child.communicate()
+            self._found = Probe(False, "the trial was given up at the end of the job")
+
 
 def begin(launch: Launch | None) -> DeviceProbe | None:
     """The trial for the rank that makes it on its host, where there is a GPU and CuPy; None elsewhere.

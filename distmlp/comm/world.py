@@ -176,6 +176,8 @@ def close() -> None:
     world, _world = _world, None
     if world is None or world.communicator is None:
         return
+    if world.device_probe is not None:
+        world.device_probe.cancel()
     from mpi4py import MPI
 
     if not MPI.Is_finalized():

@@ -6,8 +6,10 @@ import ctypes
 import itertools
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from launching import run_python
 
 from distmlp.comm import device_probe
 from distmlp.comm.device_probe import DeviceProbe, build_claims, judge
@@ -126,6 +128,28 @@ def test_child_that_crashes_or_hangs_takes_nobody_with_it(script, seconds, works
     assert probe.works == works
     assert reason in probe.reason
     assert child.result() is probe  # a second run of the same process asks again
+
+
+def test_child_that_nobody_asked_does_not_outlive_the_job():
+    script = (
+        "import sys\nfrom distmlp.comm.device_probe import DeviceProbe\nfrom distmlp.comm.policy import guarded\n"
+        "from distmlp.comm.world import open_world\n"
+        "def main():\n"
+        "    world = open_world()\n"
+        "    world.device_probe = DeviceProbe([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "    print(world.device_probe._child.pid)\n"
+        "guarded(main)"
+    )
+    done = run_python(2, script, timeout=20)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not Path(f"/proc/{int(done.stdout)}").exists()  # of rank 0, which alone prints
+
+
+def test_cancelling_keeps_what_was_found():
+    child = DeviceProbe([sys.executable, "-c", 'print(\'{"obstacle": "none here"}\')'])
+    found = child.result(20)
+    child.cancel()
+    assert child.result() is found
 
 
 def test_child_does_not_inherit_the_launchers_wiring(monkeypatch):
