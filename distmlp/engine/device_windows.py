@@ -50,7 +50,7 @@ class WindowRows:
         self._windows = feed.windows(rooms, lambda room, first, stop: room.staging.convert(first, stop), places=False)
         self._span = self._windows.span
         sizes = {name: part.nbytes for name, part in rooms[0].staging.host.items()}
-        # Rows beyond a batch read the targets of row 0, times 0: they must be numbers before anything was read.
+        # For rows beyond a batch the targets of row 0 are loaded, and not used: something must have been written there.
         buffers = [Buffer(name, self._slots * size, zeroed=name == "targets") for name, size in sizes.items()]
         self._place = RawPlace(
             Arena([*buffers, Buffer("index", 2 * 4 * self._slots * self._span)], ledger.stream)

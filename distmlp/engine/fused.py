@@ -160,7 +160,7 @@ class FusedEngine:
         """
         started, done = perf_counter(), 0
         while done < len(rates) and not (done and self._stop()):
-            count = self._before_short(first + done, rows.steps_at_once(epoch, first + done, len(rates) - done))
+            count = rows.steps_at_once(epoch, first + done, len(rates) - done)
             try:
                 place, firsts = rows.prepare(epoch, range(first + done, first + done + count))
             except DistmlpError:
@@ -175,13 +175,6 @@ class FusedEngine:
         results = self._results(done)
         self._pace((perf_counter() - started) / done)
         return results, self._stop()
-
-    def _before_short(self, first: int, count: int) -> int:
-        """`count` steps from batch `first` on, less a last one of too few rows for a kernel not to begin with it."""
-        assert self._own is not None
-        least = getattr(self.plan.special, "least_rows_behind_others", 0)
-        rows = int(np.diff(self._own.bounds(first + count - 1, 1))[0])
-        return count - 1 if count > 1 and rows < least else count
 
     def _pace(self, seconds: float) -> None:
         """Choose how many steps the next launch takes, from the `seconds` a step takes."""

@@ -43,7 +43,6 @@ def make_task(
         "f4" if sample is None else raw_type(sample),
         needs_norm(config.optimizer),
         lanes.rows if lanes else 0,
-        config.run.on_nonfinite == "skip",
     )
 
 

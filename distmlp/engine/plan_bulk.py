@@ -72,7 +72,8 @@ class BulkPlan:
         tiles = CLUSTER * sum(-(-i // (CLUSTER * TILE_M)) * -(-o // self.gradient_n) for i, o in pairs)
         shares = tiles * self.splits if self.splits > 1 else self.blocks
         return (
-            Buffer("bulk_rows", 2 * (self._batch_bytes(self.widths[0]) + outputs)),
+            # Whole tiles of transposes are copied; of columns that no layer has nothing is ever written, or used.
+            Buffer("bulk_rows", 2 * (self._batch_bytes(self.widths[0]) + outputs), zeroed=self.precision == "tf32"),
             Buffer("bulk_weights", weights),
             Buffer("bulk_sums", 4 * self.rows // 16 * sum(aligned(fan_out, columns) for _, fan_out in pairs)),
             Buffer("bulk_signs", row_blocks * sum(-(-o // self.n) for _, o in pairs) * TILE_M * self.n // 8),
@@ -128,10 +129,7 @@ def plan_bulk(task: Task, device: Device) -> BulkPlan | None:
         gradient_n,
         splits,
         stages,
-        # Rows that fill up the last tile take 0 × the loss of row 0, which is no number where that row's target is not
-        # finite: with such rows left in, the general kernel is right.
-        pays(task.precision, widths, rows, blocks // CLUSTER)
-        and not (task.skips and task.loss != "softmax_cross_entropy"),
+        pays(task.precision, widths, rows, blocks // CLUSTER),
     )
 
 

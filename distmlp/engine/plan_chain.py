@@ -69,13 +69,6 @@ class ChainPlan:
             Buffer("chain_arrivals", (quarters + layers * (self.splits + 1) + 2) * 4),
         )
 
-    @property
-    def least_rows_behind_others(self) -> int:
-        """Of a batch that does not begin a launch: with an empty share of it, a block puts zeros where others may still
-        read its sums of the step before.
-        """
-        return 64 * (self.splits - 1) + 1 if self.splits > 1 else 0
-
     def macros(self) -> dict[str, str]:
         """Compile-time definitions, see kernels/chain_shape.cuh."""
         return {

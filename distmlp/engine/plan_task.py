@@ -43,7 +43,6 @@ class Task:
     raw_type: str = "f4"  # of the training inputs: kind and bytes
     needs_norm: bool = False  # of the whole gradient or of tensors before any update: clipping, LAMB
     lane_rows: int = 0  # of sums over streams, see lane_plan.py; 0: a step is a whole batch
-    skips: bool = False  # training goes on where a batch is not finite
 
     @property
     def updates_directly(self) -> bool:

@@ -77,7 +77,8 @@ def test_buffers_hold_what_is_indexed(widths: tuple[int, ...], rows: int, precis
     found = plan(widths, rows, device, precision=precision)
     assert found is not None
     assert {buffer.name: buffer.size_bytes for buffer in found.buffers()} == indexed(found, precision)
-    assert [buffer.name for buffer in found.buffers() if buffer.zeroed] == ["bulk_words"]
+    zeroed = [buffer.name for buffer in found.buffers() if buffer.zeroed]
+    assert zeroed == (["bulk_rows", "bulk_words"] if precision == "tf32" else ["bulk_words"])
     assert rows <= found.rows < rows + 256
     assert found.rows % 256 == 0  # whole pairs of tiles
 
@@ -93,19 +94,6 @@ def test_asks_for_no_more_than_there_is(widths: tuple[int, ...], rows: int, prec
     assert found.blocks <= device.multiprocessors
     assert found.blocks % CLUSTER == 0
     assert found.splits <= found.blocks // CLUSTER  # shares of a tile wait for each other
-
-
-def test_leaves_batches_to_others_that_may_hold_what_is_not_finite() -> None:
-    assert make_plan(task(MID, 16384), H200).kernel == "bulk"
-    assert make_plan(task(MID, 16384, skips=True), H200).kernel == "wide"
-    labelled = {"loss": "softmax_cross_entropy", "labels": True, "skips": True}
-    assert make_plan(task((512, 512, 512, 10), 16384, **labelled), H200).kernel == "bulk"
-
-
-def test_parameters_are_not_at_the_arenas_start() -> None:
-    """A share of a tile without a stripe of its own asks for 16 numbers ahead of them, and uses none."""
-    names = [buffer.name for buffer in make_plan(task(MID, 16384), H200, "bulk").buffers]
-    assert names.index("parameters") > 0
 
 
 @pytest.mark.parametrize("multiprocessors", [14, 16, 26, 60, 78, 114, 132])

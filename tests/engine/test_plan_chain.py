@@ -62,11 +62,3 @@ def test_macros_are_what_the_kernel_reads() -> None:
     assert (macros["CHAIN_ROWS"], macros["CHAIN_DEPTH"], macros["CHAIN_TILES"], macros["CHAIN_SPLITS"]) == (
         "32", "64", "10", "6",
     )  # fmt: skip
-
-
-def test_short_batches_begin_a_launch_where_shares_would_be_empty() -> None:
-    found = plan((17, 256, 256, 256, 3), 4225)
-    assert found is not None
-    assert found.splits > 1
-    least = found.least_rows_behind_others
-    assert [-(-rows // 64) >= found.splits for rows in (least - 1, least)] == [False, True]

@@ -113,8 +113,8 @@ class Case:
             bias[:] = random.uniform(-0.5, 0.5, bias.shape)
         return State(flat)
 
-    def reference(self, dtype: Any = np.float64) -> ReferenceEngine:
-        rows = self.data()
+    def reference(self, dtype: Any = np.float64, rows: Rows | None = None) -> ReferenceEngine:
+        rows = self.data() if rows is None else rows
         engine = ReferenceEngine(
             self.but(precision="fp32").config, make_network(self.config), FakeWorld(), FakeFeed(rows, self.order),
             self.standardization(rows), dtype=dtype,

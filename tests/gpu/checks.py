@@ -118,13 +118,35 @@ def check_stops(case: Case, value: float, where: str = "inputs", batch: int = 2)
     assert bits(engine) == bits(clean)
 
 
-def check_skips(case: Case, batches: tuple[int, ...] = (1,), value: float = np.nan) -> None:
-    """Under the policy `skip`, `batches` that are not finite change nothing, and the steps behind them go on."""
+def check_large(case: Case, part: str, factor: float, rate: float, steps: int = 1) -> None:
+    """`part` of the rows times `factor`, with which nothing overflows: losses and update are right.
+
+    `rate` so small that the weights hardly move: the second step's gradients depend on their third power.
+    """
+    rows = case.data()
+    getattr(rows, part)[:] *= factor
+    reference, engine = case.reference(rows=rows), case.fused(rows=rows)
+    start, limit = case.initial().parameters, LIMITS[case.precision] * case.limit
+    wanted, got = (each.train(0, 0, rates(steps, rate)) for each in (reference, engine))
+    assert (engine.plan.kernel, engine.state().step) == (case.kernel, steps)
+    assert np.abs(got.losses / wanted.losses - 1).max() < 3 * limit
+    assert error(engine.state().parameters - start, reference.state().parameters - start) < limit
+
+
+def check_skips(case: Case, batches: tuple[int, ...] = (1,), value: float = np.nan, row: int | None = None) -> None:
+    """Under the policy `skip`, `batches` that are not finite change nothing, and the steps behind them go on.
+
+    `row`: instead of a row of each of the batches this one is bad, which may lie in any.
+    """
     case = case.but(run={"on_nonfinite": "skip"})
     rows, steps = case.data(), range(case.batches)
-    for batch in batches:
-        rows.targets[int(case.order.batch_rows(0, batch, range(4))[0]), 0] = value
+    members = [case.order.batch_rows(0, step, range(4)) for step in steps]
+    if row is not None:
+        batches = tuple(step for step in steps if row in members[step])
+    bad = [int(members[batch][0]) for batch in batches] if row is None else [row]
+    rows.targets[bad, 0] = value
     engine, clean = case.fused(rows=rows), case.fused()
+    assert engine.plan.kernel == case.kernel
     report = engine.train(0, 0, rates(len(steps)))
     assert [step for step in steps if not np.isfinite(report.losses[step])] == list(batches)
     assert (report.skipped, engine.state().step) == (len(batches), len(steps) - len(batches))

@@ -134,6 +134,11 @@ def test_skips_a_bad_batch() -> None:
     check_skips(CASES[1])
 
 
+@pytest.mark.parametrize("case", [CASES[1], BASE, TF32.but(batches=4)], ids=str)
+def test_rows_that_fill_up_a_tile_do_without_the_first(case: Case) -> None:
+    check_skips(case, row=0)
+
+
 DRAWN = drawn(
     5,
     lambda widths, batch, extra, precision: BASE.but(

@@ -68,6 +68,7 @@ def test_follows_the_wide_kernel() -> None:
     check_follows_wide(MID.but(extra=1000), 30, falling=1)
 
 
+# The short batches leave parts of the batch without rows, in the middle of a launch and as one of its own.
 @pytest.mark.parametrize("case", [MID.but(extra=100), BASE.but(batch=8000, extra=70, optimizer="adam")], ids=str)
 def test_bits_repeat(case: Case) -> None:
     check_bits_repeat(case, 200)

@@ -12,6 +12,7 @@ from gpu.checks import (
     check_evaluation,
     check_flat_gradient,
     check_follows_wide,
+    check_large,
     check_planned,
     check_skips,
     check_stops,
@@ -100,6 +101,10 @@ def test_evaluation_sees_the_trained_weights() -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_stops_before_a_bad_update(value: float, where: str, options: dict) -> None:
     check_stops(CASES[1].but(options=options), value, where)
+
+
+def test_large_targets() -> None:
+    check_large(BASE, "targets", 1e9, 1e-12)
 
 
 def test_skips_a_bad_batch() -> None:

@@ -9,7 +9,9 @@ from gpu.checks import (
     check_bits_repeat,
     check_flat_gradient,
     check_follows_wide,
+    check_large,
     check_planned,
+    check_skips,
     check_stops,
     hopper_only,
 )
@@ -66,3 +68,13 @@ def test_flat_gradient() -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_stops_before_a_bad_update(value: float, options: dict) -> None:
     check_stops(CASES[0].but(options=options), value, batch=1)
+
+
+def test_skips_a_bad_batch() -> None:
+    check_skips(CASES[0].but(batches=4), (1, 2))
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1e30}], ids=["direct", "norm"])
+def test_large_targets(options: dict) -> None:
+    """Losses, which nobody squares, may be larger than gradients."""
+    check_large(BASE.but(options=options), "targets", 1e9, 1e-12)

@@ -85,7 +85,7 @@ struct Sums {
         if (BULK_SPLITS == 1) return;
         if (threadIdx.x == 0) {
             add_release(arrived + task.tile, 1);
-            while (load_acquire(arrived + task.tile) < target) {
+            while ((int)(load_acquire(arrived + task.tile) - target) < 0) {  // they wrap
             }
         }
         sync_consumers();
@@ -112,6 +112,7 @@ __device__ __forceinline__ void finish_stripes(
     const Matrices& m = near_matrices[task.l];
     const float2* tile = sums.of(task);
     const int begin = Sums::STRIPES * task.split / BULK_SPLITS, end = Sums::STRIPES * (task.split + 1) / BULK_SPLITS;
+    if (Sums::STRIPES < BULK_SPLITS && begin == end) return sums.await(task);
     const int row = task.m0 + (threadIdx.x >> 5) * 16 + (threadIdx.x >> 2 & 7), column = task.n0 + (threadIdx.x & 3) * 4;
     if (WHOLE) {
         Parameters next[4];

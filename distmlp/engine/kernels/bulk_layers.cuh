@@ -255,7 +255,7 @@ __device__ __forceinline__ void output_errors(
                     float of_activation, of_loss;
                     const float y = activate(OUTPUT_ACTIVATION, z[e], of_activation);
                     const float own = output_loss(y, e ? wanted[i].y : wanted[i].x, ENGINE.huber_delta, of_loss);
-                    if (count > e) losses[i % 2] += own;
+                    if (count > e && (WHOLE || at.inside[i % 2])) losses[i % 2] += own;  // others have targets of row 0
                     v[e] = weights[i % 2] * of_loss * of_activation;
                 }
             const Pair pair = WHOLE ? pack_pair(v[0], v[1])

@@ -26,6 +26,7 @@ struct Unit {
         from = split_begin(steps, split);
         to = split_begin(steps, split + 1);
     }
+    __device__ __forceinline__ bool is_empty() const { return from == to; }
 };
 
 // Operands of the pair's tiles into the ring, by one thread of each block.
@@ -102,7 +103,10 @@ __device__ __forceinline__ Ring sum_and_update(Ring ring, int rows, u32 done, in
     const u32 rank = rank_in_pair();
     const Place place;
     const int half = place.group & 1, other = place.group >> 1;
-    bool met = false;
+    // Sums take the place of those of the step before, which others may still be adding up. Who has rows to sum has waited
+    // for operands that came after that; who has none gives zeros and waits for all blocks here.
+    bool met = Unit(blockIdx.x / PAIR, rank, rows).is_empty();
+    if (met) meet(TOTALS_KNOWN, WORKERS + 32);
 #pragma unroll 1
     for (int u = blockIdx.x / PAIR; u < TILES * SPLITS; u += gridDim.x / PAIR) {
         const Unit unit(u, rank, rows);

@@ -45,6 +45,11 @@ struct Limit {
         bad |= magnitude_bits(x) >= (56u + 127u) << 23;
         return x;
     }
+    // For what is never squared.
+    __device__ __forceinline__ float pass_finite(float x) {
+        bad |= !is_finite(x);
+        return x;
+    }
 };
 
 template <int I>
@@ -116,21 +121,21 @@ __device__ __forceinline__ void store_release(u64* where, u64 value) {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(where), "l"(value) : "memory");
 }
 
-// A thread's totals over the lanes of its warp: loss, weight and, from `mine + 4` on, output biases. `more`: on top of
-// what is there.
-__device__ __forceinline__ void sum_over_warp(Totals& totals, float* mine, Limit& limit, bool more = false) {
-    const auto put = [&](int at, float x) { mine[at] = limit.pass(more ? mine[at] + x : x); };
+// A thread's totals over the lanes of its warp: loss, weight and, from `mine + 4` on, output biases.
+__device__ __forceinline__ void sum_over_warp(Totals& totals, float* mine, Limit& limit) {
     const int lane = threadIdx.x & 31;
     if (CHAIN_SUMS_BIAS) {
 #pragma unroll
         for (int i = 0; i < BIAS_SUMS; ++i) {
 #pragma unroll
             for (int mask = 4; mask < 32; mask <<= 1) totals.bias[i] += __shfl_xor_sync(~0u, totals.bias[i], mask);
-            if (lane < 4) put(4 + (i >> 1) * 8 + 2 * lane + (i & 1), totals.bias[i]);
+            if (lane < 4) mine[4 + (i >> 1) * 8 + 2 * lane + (i & 1)] = limit.pass(totals.bias[i]);
         }
     }
     const float loss = warp_sum(totals.loss), weight = warp_sum(totals.weight);
-    if (lane == 0) put(0, loss), put(1, weight);
+    if (lane > 0) return;
+    mine[0] = limit.pass_finite(loss);
+    mine[1] = limit.pass(weight);
 }
 
 // Output biases and the tally of the block: over the warps in their order. The tally comes last and says that all
@@ -157,8 +162,9 @@ __device__ __forceinline__ void deliver(
     }
     __syncwarp();
     if (lane == 0) {
-        *loss_tally = tagged(sum[0], number, bad);
-        store_release(weight_tally, tagged(sum[1], number, bad));
+        const bool any = bad || !is_finite(sum[0]);
+        *loss_tally = tagged(sum[0], number, any);
+        store_release(weight_tally, tagged(sum[1], number, any));
     }
 }
 
