@@ -158,7 +158,8 @@ policy.guarded(main)
 @pytest.mark.parametrize("code", [0, 4])
 def test_libraries_that_are_slow_to_leave_change_no_exit_code(who, seconds, limit, code):
     done = run_python(2, SLOW_END, who, str(seconds), str(limit), str(code), timeout=20)
-    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr == "" or code != 0  # where Open MPI's launcher names the code
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_more_ranks_than_gpus_are_refused_at_once(run_toml):  # noqa: F811
     """A04."""
     started = time.monotonic()
     done, _ = train(run_toml, "crowded", gpus="0")
-    assert time.monotonic() - started < 25  # two interpreters come up in it
+    assert time.monotonic() - started < 40  # two interpreters come up in it, on GPUs that others use
     assert done.returncode == 4
     assert re.search(r"2 ranks on host \S+, 1 GPU \(GPU-", done.stderr)
     assert done.stderr.count(SHARE) == 1
