@@ -37,7 +37,8 @@ class Feed:
     """This rank's rows of every global batch of `order`.
 
     `residence`: "host" keeps all own rows in memory, "stream" reads them as they are needed, "auto" decides
-    by the free memory; "device" means that the engine holds the rows (`resident`) and is like "auto" here.
+    by the free memory (`free_bytes`, of this rank); "device" means that the engine holds the rows (`resident`) and is
+    like "auto" here.
     `scratch`: a folder for decoded rows of compressed files that are streamed, see `Scratch`; "": none.
     Nothing is read before the first call that needs rows. Not to be shared between threads.
     """
@@ -54,19 +55,19 @@ class Feed:
         self.wait_seconds = 0.0
         self._lanes = Lanes(order, self.streams)
         self._pool = Pool(reader_threads(readers, world.local_size))
-        self._free_bytes = available_bytes() // max(1, world.local_size)
+        self.free_bytes = available_bytes() // max(1, world.local_size)
         self._source: _Source | None = None
         self._scratch_folder = scratch
         self._scratch: Scratch | None = None
         self.residence = "host" if residence == "host" or self._fits(residence) else "stream"
-        if residence == "host" and self.resident_bytes() > self._free_bytes:
+        if residence == "host" and self.resident_bytes() > self.free_bytes:
             raise SystemUnfitError(
                 f'data.residence = "host": rank {world.rank} on {world.host} needs {self.resident_bytes():,} bytes, '
-                f'but {self._free_bytes:,} are free for it; use "auto" or "stream", more hosts, or more memory'
+                f'but {self.free_bytes:,} are free for it; use "auto" or "stream", more hosts, or more memory'
             )
 
     def _fits(self, residence: str) -> bool:
-        return residence != "stream" and self.resident_bytes() <= RESIDENT_SHARE * self._free_bytes
+        return residence != "stream" and self.resident_bytes() <= RESIDENT_SHARE * self.free_bytes
 
     def resident_bytes(self) -> int:
         """Bytes that all own rows take, in their stored dtypes."""
@@ -95,20 +96,20 @@ class Feed:
             source = Resident(self.shards, self._lanes, self._pool, windows)
             self.wait_seconds += time.perf_counter() - start
             return source
-        fits = WindowBatches.memory_bytes(self.shards, self._lanes) <= RESIDENT_SHARE * self._free_bytes
+        fits = WindowBatches.memory_bytes(self.shards, self._lanes) <= RESIDENT_SHARE * self.free_bytes
         if not fits:
-            self.shards.keep_chunks(int(CHUNK_SHARE * self._free_bytes))
+            self.shards.keep_chunks(int(CHUNK_SHARE * self.free_bytes))
             return Singles(self.shards, self._lanes, self._pool)
         return WindowBatches(self._files(), self.shards, self._lanes, self._pool)
 
     def _files(self) -> Source:
         """What windows are read from: the files, or what they were decoded into; narrow columns from memory."""
-        self.shards.keep_chunks(int(CHUNK_SHARE * self._free_bytes))
+        self.shards.keep_chunks(int(CHUNK_SHARE * self.free_bytes))
         rows = self.order.owned_rows(self.streams)
         if self._scratch_folder and helps(self.shards) and self._scratch is None:
             self._scratch = Scratch(self.shards, rows, self._scratch_folder, self._pool)
         source = self._scratch or self.shards
-        roles = narrow_roles(self.shards, len(rows), min(HELD_BYTES, int(HELD_SHARE * self._free_bytes)))
+        roles = narrow_roles(self.shards, len(rows), min(HELD_BYTES, int(HELD_SHARE * self.free_bytes)))
         return Held(source, self.shards, rows, roles, self._pool) if roles else source
 
     def room_rows(self) -> int:
@@ -126,7 +127,7 @@ class Feed:
 
     def fits_memory(self, size_bytes: int) -> bool:
         """Whether buffers of that size leave enough memory to others."""
-        return size_bytes <= RESIDENT_SHARE * self._free_bytes
+        return size_bytes <= RESIDENT_SHARE * self.free_bytes
 
     def read_own(self, first: int, out: Rows, then: Callable[[], object]) -> Task:
         """Start to read own rows from number `first` on, in storage order, into `out`; `then()` in that thread."""

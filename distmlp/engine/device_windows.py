@@ -60,9 +60,10 @@ class WindowRows:
         for event in self._used:
             event.record(ledger.stream)
         free = cupy.cuda.runtime.memGetInfo()[0]
+        where = "in host memory" if feed.residence == "host" else "streamed"
         self.about = (
-            f"rows streamed: all of them are {feed.resident_bytes():,} bytes, {free:,} are free on the GPU; "
-            f"{count * sum(sizes.values()):,} bytes of pinned memory"
+            f"rows {where}: all of them are {feed.resident_bytes():,} bytes, {free:,} are free on the GPU, "
+            f"{feed.free_bytes:,} on the host; {count * sum(sizes.values()):,} bytes of pinned memory"
         )
         self._there: dict[int, cupy.cuda.Event] = {}  # number of a window → when it has arrived
         self._ordered: set[int] = set()  # of those the ones with an index table

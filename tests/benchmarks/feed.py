@@ -175,7 +175,7 @@ def rates(name: str, pattern: str, rows: int, columns: int, readers: int) -> dic
     for what, shuffle, scratch in ways:
         arrivals = Arrivals(pattern, readers, shuffle, scratch, "host" if "host" in what else "stream")
         if what == "without_memory":
-            arrivals.feed._free_bytes = 256 << 20  # for decoded chunks, a quarter of it
+            arrivals.feed.free_bytes = 256 << 20  # for decoded chunks, a quarter of it
         row[what] = arrivals.resident() if what == "resident" else arrivals.streamed(1 if "gzip" in name else 3)
         arrivals.feed.close()
         say(f"{what}: {row[what]} GB/s")

@@ -48,7 +48,7 @@ def feeds(shards, order, ranks, how):
     made = [Feed(shards, order, at(rank, ranks), "host" if how == "host" else "stream", 2) for rank in range(ranks)]
     if how == "single":
         for feed in made:
-            feed._free_bytes = 1
+            feed.free_bytes = 1
     return made
 
 
