@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 import signal
+import threading
 from contextlib import suppress
 
 _CLOCK_MONOTONIC, _SIGEV_THREAD = 1, 2  # of Linux, on all its machines
@@ -31,7 +32,7 @@ class _Times(ctypes.Structure):
 
 
 def end_within(seconds: float, code: int) -> None:
-    """Have this process end with exit code `code` in `seconds`, if it has not ended by then. From the main thread.
+    """Have this process end with exit code `code` in `seconds`, if it has not ended by then. From any thread.
 
     The C library does it: a library's exit handler or MPI_Finalize that waits for ever holds Python's lock, so that
     no handler and no thread of Python would come to run.
@@ -40,7 +41,8 @@ def end_within(seconds: float, code: int) -> None:
         _call_exit(seconds, code)
         seconds += 2
     # If there is no such timer, or the thread it runs in cannot start: the end at least, though by a signal.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    if threading.current_thread() is threading.main_thread():  # elsewhere Python refuses handlers
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(math.ceil(seconds))
 
 

@@ -123,8 +123,9 @@ def abandon(code: int) -> NoReturn:
     world = _current()
     beside = threading.current_thread() is not threading.main_thread()
     if world is not None and (not beside or world.thread_multiple):
-        if beside:  # MPI_Abort may have to wait for the main thread to leave MPI
-            threading.Timer(2, os._exit, (code,)).start()
+        from distmlp.comm.deadline import end_within
+
+        end_within(2.0, code)  # MPI_Abort may have to wait: for the main thread to leave MPI, or for a launcher
         with suppress(Exception):
             world.abort(code)
     os._exit(code)

@@ -21,6 +21,15 @@ def test_ends_with_its_code(busy, code):
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
+def test_any_thread_may_set_it():
+    script = (
+        "import ctypes, threading\nfrom distmlp.comm.deadline import end_within\n"
+        "thread = threading.Thread(target=end_within, args=(0.3, 75))\n"
+        "thread.start()\nthread.join()\nctypes.PyDLL(None).sleep(60)"
+    )
+    assert run_python(0, script, timeout=10).returncode == 75
+
+
 def test_ends_at_least_where_there_is_no_such_timer():
     script = (
         "import signal, time\nfrom distmlp.comm import deadline\n"
