@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from distmlp.comm.host_ranks import HostRanks
     from distmlp.comm.world import World
 
 INTERVAL = 0.5  # seconds between two looks at whether to end
@@ -22,7 +23,7 @@ INTERVAL = 0.5  # seconds between two looks at whether to end
 class PeerWatch:
     """A thread until `close`. `gone`: the ranks whose processes have ended, filled before `tell` is called."""
 
-    def __init__(self, world: World, tell: Callable[[], None]) -> None:
+    def __init__(self, world: World | HostRanks, tell: Callable[[], None]) -> None:
         """Collective. `tell` is called on the thread, once for every rank that ends."""
         self.gone: list[int] = []
         self._tell, self._done = tell, threading.Event()

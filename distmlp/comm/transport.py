@@ -1,7 +1,8 @@
 """Which transport reduces the gradients: a table of decisions over plain facts. Pure.
 
 `none` one rank; `mpi` MPI on the buffers where they lie (GPU memory for the fused engine, host memory for the
-reference engine); `staged` through page-locked host memory; `nccl`; `peer` inside the step's kernel.
+reference engine); `staged` through page-locked host memory; `nccl`; `peer` inside the step's kernel, or, on several
+hosts, in peer memory within a host and by MPI between the first ranks of hosts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Probe:
 
 
 AVAILABLE = frozenset({"mpi", "staged", "nccl", "peer"})
-MOST_PEERS = 8  # ranks of `peer`, as in kernels/peers.cuh
+MOST_PEERS = 8  # ranks of a host that `peer` joins, as in kernels/peers.cuh
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,13 @@ class Facts:
     peer: str = ""  # why the ranks of a host cannot reach each other's GPU memory; "" if they can
     nccl: str = ""  # why NCCL cannot be used; "" if it can
     shared_gpu: bool = False
+    fullest: int = 0  # ranks of the host with the most; 0: as many on each
     offered: frozenset[str] = AVAILABLE
+
+    @property
+    def neighbours(self) -> int:
+        """Most ranks of a host."""
+        return self.fullest or -(-self.size // self.hosts)
 
 
 @dataclass(frozen=True)
@@ -65,10 +72,20 @@ def choose_transport(wanted: str, facts: Facts) -> Choice:
         if obstacles[wanted]:
             raise SystemUnfitError(f"run.transport = {wanted} cannot work here: {obstacles[wanted]}")
         return Choice(wanted, "asked for")
+    if facts.hosts > 1 and not obstacles["peer"]:  # two stages; MPI and NCCL know the way between hosts by themselves
+        direct = next((name for name in ("mpi", "nccl") if not obstacles[name]), "")
+        if direct:
+            obstacles["peer"] = f"the ranks are on {facts.hosts} hosts, and {direct} moves GPU memory between them"
     taken = next(name for name in obstacles if not obstacles[name] or name == "staged")
     passed = [f"{name}: {reason}" for name, reason in obstacles.items() if reason and name != taken]
     better = [text for text in passed if list(obstacles).index(text.split(":")[0]) < list(obstacles).index(taken)]
-    return Choice(taken, "; ".join([_MERITS[taken], *better]))
+    merit = _MERITS[taken]
+    if taken == "peer" and facts.hosts > 1:
+        merit = (
+            f"up to {facts.neighbours} ranks of a host add up in GPU memory, and only the first goes on through host "
+            f"memory; mpi: {obstacles['mpi']}; nccl: {obstacles['nccl']}"
+        )
+    return Choice(taken, "; ".join([merit, *better]))
 
 
 _MERITS = {
@@ -84,12 +101,12 @@ def obstacle(transport: str, facts: Facts) -> str:
     if transport not in facts.offered:
         return "it is not available yet in this version of distmlp"
     if transport == "peer":
-        if facts.hosts > 1:
-            return f"the ranks are on {facts.hosts} hosts"
+        if facts.hosts > 1 and facts.neighbours == 1:
+            return f"the ranks are on {facts.hosts} hosts, one on each"
         if facts.shared_gpu:
             return "ranks share a GPU, and kernels that wait for each other take turns there"
-        if facts.size > MOST_PEERS:
-            return f"{facts.size} ranks, and it joins up to {MOST_PEERS}"
+        if facts.neighbours > MOST_PEERS:
+            return f"{facts.neighbours} ranks on a host, and it joins up to {MOST_PEERS}"
         return facts.peer
     if transport == "nccl":
         return "ranks share a GPU, which NCCL refuses" if facts.shared_gpu else facts.nccl

@@ -45,6 +45,7 @@ class World:
         self.place = (self.host, _boot_id())
         places = self.all_gather(self.place)
         mine = [rank for rank, place in enumerate(places) if place == self.place]
+        self.neighbours = tuple(mine)  # the ranks of this host, this one among them
         self.local_rank = mine.index(self.rank)
         self.local_size = len(mine)
         self.hosts: tuple[str, ...] = tuple(host for host, _ in dict.fromkeys(places))

@@ -19,6 +19,7 @@ from distmlp.engine.device_memory import Ledger, pinned
 from distmlp.engine.device_rows import OwnRows, ResidentRows
 from distmlp.engine.fused_setup import Placed, empty_sample, make_task, place_rows
 from distmlp.engine.fused_state import DeviceState, check_capability, describe_device
+from distmlp.engine.host_sums import open_hosts
 from distmlp.engine.lane_plan import LanePlan
 from distmlp.engine.peers import PeerSum, open_peers
 from distmlp.engine.plan import MAX_STEPS, Plan, make_plan
@@ -91,12 +92,15 @@ class FusedEngine:
         if self._rows is not None:
             self.reason += f", {self._rows.about}"
 
-    def connect(self, transport: str) -> str:
+    def connect(self, transport: str, between: str = "staged") -> str:
         """Join the ranks' gradients by `transport` (not "none"); a few words on how. Collective, before `train`.
 
+        `between`: how `peer` goes on from host to host, "mpi" or "staged".
         Raises AgreedError, on every rank, where that does not work after all.
         """
-        if transport == "peer":
+        if transport == "peer" and len(self._world.hosts) > 1:
+            self._reduction, note = open_hosts(self._state, self._world, between, self._config.run.stall_timeout)
+        elif transport == "peer":
             self._peers, note = open_peers(self._state, self._world, self._config.run.stall_timeout)
             self._uneven = not all(self._world.all_gather(isinstance(self._rows, ResidentRows)))
         else:

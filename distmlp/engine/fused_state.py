@@ -16,6 +16,7 @@ from distmlp.engine.lane_plan import LanePlan
 from distmlp.engine.module import Kernel, Module
 from distmlp.engine.optimizers import slot_names
 from distmlp.engine.plan import SLOT_BUFFERS, THREADS, Plan
+from distmlp.engine.plan_peers import peer_form
 from distmlp.engine.plan_task import SpecialPlan
 from distmlp.engine.tally import TALLY
 from distmlp.errors import SystemUnfitError
@@ -48,6 +49,7 @@ class DeviceState:
             module.write_constant("ENGINE", self._constants)
         self.reduced = "gradient", self.network.size + TALLY  # the buffer that ranks sum, and its elements
         self._packed_from = ""  # the flat buffer whose weights the copies hold
+        self._joined = False  # with ranks that sum inside the kernel
 
     def _special_kernel(self, special: SpecialPlan) -> Kernel:
         self._special_arguments = tuple(np.uint64(self.arena.address(buffer.name)) for buffer in special.buffers())
@@ -70,10 +72,25 @@ class DeviceState:
         Returns the kernel that does nothing but such a sum.
         """
         self._constants["deferred"], self._constants["needs_norm"] = 0, layout.PEERS_SUM
+        if not self._joined:
+            self._joined = True
+            if (part := peer_specialisation(self.config, self.plan)) and self.plan.special:
+                self._modules[1] = Module(compiler.cubin(*part, self.plan.device.capability), self.ledger)
+                self._train = self._special_kernel(self.plan.special)
         for module in self._modules:
             module.write_constant("ENGINE", self._constants)
             module.write_constant("PEERS", peers)
         return self._module.kernel("sum_gradients", self.plan.blocks, THREADS, grid_wide=True)
+
+    def share_peers(self, peers: NDArray) -> tuple[Kernel, Kernel]:
+        """Kernels that sum the gradient over the ranks of `peers`, and that spread what the first of them has: to be
+        launched between two steps."""
+        self._module.write_constant("PEERS", peers)
+        blocks = self.plan.blocks
+        return (
+            self._module.kernel("sum_gradients", blocks, THREADS, grid_wide=True),
+            self._module.kernel("spread_gradients", blocks, THREADS),
+        )
 
     def use_lanes(self, lanes: LanePlan) -> None:
         """From now on a step of the table is one stream's rows, and the message of the streams is what ranks reduce."""
@@ -215,6 +232,7 @@ def specialisations(config: RunConfig, plan: Plan) -> list[tuple[str, dict[str, 
         "LABELS": str(int(plan.task.labels)),
         "OPTIMIZER": config.optimizer.name.upper(),
         "SEVERAL_RANKS": str(int(plan.task.ranks > 1)),
+        "PEER_FORM": peer_form(plan.task.ranks, 4 * plan.task.network.size),
         **({"LANES": "1"} if plan.task.lane_rows else {}),
     }
     raw = plan.task.raw_type
@@ -231,6 +249,15 @@ def specialisations(config: RunConfig, plan: Plan) -> list[tuple[str, dict[str, 
     if plan.special is not None:
         parts.append((plan.special.source, {**macros, **plan.special.macros()}))
     return parts
+
+
+def peer_specialisation(config: RunConfig, plan: Plan) -> tuple[str, dict[str, str]] | None:
+    """As `specialisations`: what takes the special module's place once ranks sum inside the kernel; None: nothing."""
+    macros = getattr(plan.special, "peer_macros", lambda: None)()
+    if macros is None or plan.special is None:
+        return None
+    source, usual = specialisations(config, plan)[1]
+    return source, {**usual, **macros}
 
 
 def describe_device() -> tuple[str, int, int, int, int]:

@@ -7,6 +7,7 @@ piece comes from plain `cudaMalloc`: memory of a pool would share its handle wit
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeVar
 
 import cupy
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distmlp.comm.faults import name_ranks
+from distmlp.comm.host_ranks import HostRanks
 from distmlp.comm.peer_watch import PeerWatch
 from distmlp.comm.transport_trial import describe, try_sums
 from distmlp.engine import layout
@@ -40,23 +42,37 @@ class PeerSum:
 
     name = "peer memory"
 
-    def __init__(self, state: DeviceState, world: World) -> None:
-        """Collective. Raises AgreedError where the GPUs do not reach each other's memory."""
+    def __init__(self, state: DeviceState, world: World | HostRanks, inside: bool = True) -> None:
+        """Collective. `inside`: steps sum inside their kernel, not between two launches.
+
+        Raises AgreedError where the GPUs do not reach each other's memory.
+        """
+        self._inside = inside
         self._state, self._world, self._ledger = state, world, state.ledger
         self._count = state.network.size + TALLY
+        special = state.plan.special
+        tallies = state.plan.blocks * TALLY  # one a block of the general kernel
+        self._stride = max(self._count + tallies, getattr(special, "peer_words", 0))  # floats of an inbox
         self._opened: list[int] = []
         self._gone = pinned(4).view(np.uint32)
         self._gone[0] = 0
         self._votes = pinned(layout.POST["votes"].itemsize).view(np.float32)
         self._post = pinned(layout.POST.itemsize).view(layout.POST)
         self.seconds = 0.0
+        grids = world.all_gather((state.plan.blocks, special.blocks if special else 0))
+
+        def compare() -> None:
+            if len(set(grids)) > 1:  # a block hears of the same block on the other ranks
+                raise SystemUnfitError("the ranks' GPUs differ in size; use --set run.transport=nccl or staged")
+
+        world.agree(compare, "peer")
         handle = world.agree(self._make_mailbox, "peer")
         handles = world.all_gather(handle)  # all ranks are here: none uses an earlier mailbox any more
         _kept.clear()
         mailboxes = world.agree(lambda: self._open(handles), "peer")
         self._peers = np.zeros((), layout.PEERS)
         self._peers["mailbox"][: world.size] = mailboxes
-        self._peers["gone"], self._peers["stride"] = self._gone.ctypes.data, self._count
+        self._peers["gone"], self._peers["stride"] = self._gone.ctypes.data, self._stride
         self._peers["ranks"], self._peers["rank"] = world.size, world.rank
         self.watch = PeerWatch(world, self._tell_kernel)
         self.limit(TRIAL_SECONDS)
@@ -64,10 +80,13 @@ class PeerSum:
     def limit(self, seconds: float) -> None:
         """How long a kernel waits for the slowest rank before it gives up."""
         self._peers["limit_ns"] = round(seconds * 1e9)
-        self._sum = self._state.join_peers(self._peers)
+        if self._inside:
+            self._sum = self._state.join_peers(self._peers)
+        else:
+            self._sum, self._spread = self._state.share_peers(self._peers)
 
     def _make_mailbox(self) -> bytes:
-        size = layout.POST.itemsize + 2 * self._world.size * self._count * 4
+        size = layout.POST.itemsize + 2 * self._world.size * self._stride * 4
         self._mailbox = allocate(-(-size // PAGE) * PAGE, "what the ranks send each other")
         stream = self._ledger.stream
         self._mailbox.memset_async(0xFF, size, stream)  # unwritten
@@ -91,6 +110,14 @@ class PeerSum:
         """Sum the gradient buffer with the ranks; only there, and all of it."""
         self._sum()
 
+    def inside(self) -> AbstractContextManager[None]:
+        """Around what waits for the other ranks."""
+        return self._world.inside("all_reduce")
+
+    def spread(self) -> None:
+        """Give all ranks what the first one has made of the sum."""
+        self._spread()
+
     def tail(self, address: int, count: int, tail: NDArray) -> None:
         self._ledger.download(address + (count - tail.size) * 4, tail)
 
@@ -105,12 +132,20 @@ class PeerSum:
         Raises SystemUnfitError where the kernel gave up on a rank.
         """
         self._ledger.download(self._mailbox.ptr, self._post)
+        return self.end_outcome()
+
+    def start_outcome(self) -> None:
+        """Queue the look at what came of it; `end_outcome` once something queued later is there."""
+        self._ledger.start_download(self._mailbox.ptr, self._post)
+
+    def end_outcome(self) -> NDArray:
+        """As `outcome`."""
         post = self._post[0]
         self.seconds = float(post["waited_ns"]) * 1e-9
         if post["lost"]:
             if self.watch.gone:
                 raise SystemUnfitError(
-                    f"{name_ranks(sorted(self.watch.gone), self._world.rank_hosts)}: ended while the other ranks "
+                    f"{self._name_gone()}: ended while the other ranks "
                     "waited for its gradients; checkpoints are intact, continue with --resume"
                 )
             raise SystemUnfitError(
@@ -118,6 +153,12 @@ class PeerSum:
                 "checkpoints are intact"
             )
         return post["totals"][:3].copy()
+
+    def _name_gone(self) -> str:
+        gone = sorted(self.watch.gone)
+        if isinstance(self._world, HostRanks):
+            return name_ranks(*self._world.name(gone))
+        return name_ranks(gone, self._world.rank_hosts)
 
     def close(self) -> None:
         """Close what belongs to others. Own memory stays until all ranks must have done the same."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from distmlp.engine.plan_task import Buffer, Device, Task
+from distmlp.engine.tally import TALLY
 
 MAX_WIDTH = 128
 BLOCK_BYTES = 128  # 8 x 8 bfloat16
@@ -54,6 +55,7 @@ class NarrowPlan:
     shared_bytes: int
     image_bytes: int  # of all copies
     direct: bool  # sums, update and publication without the flat gradient
+    joined: bool  # so also with ranks that sum inside the kernel
 
     name, path, source, entry = "narrow", "narrow", "narrow.cu", "narrow_steps"
     cluster, pays = 1, True
@@ -68,6 +70,15 @@ class NarrowPlan:
     @property
     def threads(self) -> int:
         return self.groups * GROUP_THREADS
+
+    @property
+    def peer_words(self) -> int:
+        """Floats that a rank sends each other one in a step: parameters in the order of their chunks, tallies."""
+        return self.chunks * CHUNK + self.blocks * TALLY
+
+    def peer_macros(self) -> dict[str, str] | None:
+        """For a kernel that sums with the ranks of its host in a way of its own; None where it has none."""
+        return {**self.macros(), "NARROW_DIRECT": "1", "NARROW_PEERS": "1"} if self.joined else None
 
     @property
     def tile_rows(self) -> int:
@@ -129,8 +140,9 @@ def plan_narrow(task: Task, device: Device) -> NarrowPlan | None:
             tiles = -(-rows // (64 * chains))
             turns = -(-tiles // multiprocessors)
             plan = NarrowPlan(
-                widths, activations, chains, 2, 0, items, shared, IMAGES * image_bytes(widths), task.updates_directly
-            )
+                widths, activations, chains, 2, 0, items, shared, IMAGES * image_bytes(widths), task.updates_directly,
+                task.ranks > 1 and not task.needs_norm,
+            )  # fmt: skip
             return replace(plan, blocks=min(multiprocessors, max(-(-tiles // turns), plan.chunks)))
     return None
 

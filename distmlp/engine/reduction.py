@@ -83,17 +83,19 @@ def open_reduction(transport: str, state: DeviceState, world: World) -> tuple[Re
 
     Raises AgreedError where it does not work after all, on every rank.
     """
-    gpu, note = Gpu(state.ledger), ""
-    summation: Sum
-    if world.size == 1:
-        summation = AloneSum(gpu)
-    elif transport == "nccl":
-        summation = NcclSum(gpu, world, state.ledger)
-    elif transport == "mpi":
-        summation, note = _fastest_by_mpi(state, gpu, world)
-    else:
-        summation = world.agree(lambda: StagedSum(gpu, world, _host(state.reduced[1])), "staged")
+    summation, note = sum_by(transport, state, Gpu(state.ledger), world)
     return Reduction(state, summation), note
+
+
+def sum_by(transport: str, state: DeviceState, gpu: Gpu, world: World) -> tuple[Sum, str]:
+    """The all-reduce of the buffer that ranks sum. Collective."""
+    if world.size == 1:
+        return AloneSum(gpu), ""
+    if transport == "nccl":
+        return NcclSum(gpu, world, state.ledger), ""
+    if transport == "mpi":
+        return _fastest_by_mpi(state, gpu, world)
+    return world.agree(lambda: StagedSum(gpu, world, _host(state.reduced[1])), "staged"), ""
 
 
 def _fastest_by_mpi(state: DeviceState, gpu: Gpu, world: World) -> tuple[Sum, str]:

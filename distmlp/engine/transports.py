@@ -26,14 +26,16 @@ def find_facts(wanted: str, world: World, shared_gpu: bool) -> Facts:
     Waits for the trial of device memory in the child process, if `wanted` may need its result.
     """
     tried = None
-    if world.device_probe is not None and wanted in ("auto", "mpi"):
+    several = len(world.hosts) > 1
+    if world.device_probe is not None and wanted in ("auto", "mpi", *(["peer"] if several else [])):
         tried = world.device_probe.result()
     found = world.all_gather((tried, _nccl_obstacle()))
+    fullest = max(world.all_gather(len(world.neighbours))) if several else 0
     return Facts(
         "fused", world.size, len(world.hosts), world.mpi_version, library_make(world.mpi_version),
         device_mpi=agreed_probe([probe for probe, _ in found]),
         nccl=next((obstacle for _, obstacle in found if obstacle), ""),
-        shared_gpu=shared_gpu,
+        shared_gpu=shared_gpu, fullest=fullest,
     )  # fmt: skip
 
 
@@ -51,7 +53,8 @@ def connect(engine: FusedEngine, wanted: str, choice: Choice, facts: Facts) -> s
     """
     while True:
         try:
-            note = engine.connect(choice.transport)
+            between = ("mpi" if facts.device_mpi.works else "staged",) if facts.hosts > 1 else ()
+            note = engine.connect(choice.transport, *between)
             return f"transport {choice.transport} ({choice.reason}{f'; {note}' if note else ''})"
         except AgreedError as error:
             if wanted != "auto" or choice.transport == "staged":

@@ -66,14 +66,15 @@ def compile_kernels(problem: Problem, ranks: int) -> None:
     """Those of a rank, without the others."""
     from distmlp.engine import compile as compiler
     from distmlp.engine.fused_setup import make_task
-    from distmlp.engine.fused_state import describe_device, specialisations
+    from distmlp.engine.fused_state import describe_device, peer_specialisation, specialisations
     from distmlp.engine.plan import make_plan
     from distmlp.engine.plan_task import Device
 
     config, rows, device = configure(problem, ranks, "auto"), problem.some_rows(), Device(*describe_device())
     order = Order(len(rows.inputs), ranks, problem.preset.batch, 0, False)
     plan = make_plan(make_task(config, problem.network, order, rows, None, ranks), device)
-    for part in specialisations(config, plan):
+    joined = peer_specialisation(config, plan)
+    for part in (*specialisations(config, plan), *([joined] if joined else [])):
         compiler.cubin(*part, device.capability)
 
 

@@ -57,6 +57,7 @@ BYTES_SPILLED = {"bulk.cu": 2048}  # outside the loops of products, and where a 
 
 
 def specialisations(family: str, capability: int) -> list[tuple[str, dict[str, str]]]:
+    from distmlp.engine.fused_state import peer_specialisation
     from distmlp.engine.fused_state import specialisations as of_plan
 
     widths, rows, precision, model, optimizer = FAMILIES[family]
@@ -67,7 +68,9 @@ def specialisations(family: str, capability: int) -> list[tuple[str, dict[str, s
         2 if "ranks" in family else 1,
         needs_norm=needs_norm(config.optimizer), lane_rows=9 if "reproducible" in family else 0,
     )  # fmt: skip
-    return of_plan(config, make_plan(task, DEVICES[capability]))
+    plan = make_plan(task, DEVICES[capability])
+    joined = peer_specialisation(config, plan)
+    return of_plan(config, plan) + ([joined] if joined else [])
 
 
 def compile_family(arguments: tuple[str, int]) -> list[tuple[str, compiler.Compiled]]:

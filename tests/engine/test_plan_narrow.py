@@ -88,3 +88,14 @@ def test_several_ranks_go_through_the_flat_gradient() -> None:
     assert alone is not None
     assert joined is not None
     assert (alone.direct, joined.direct) == (True, False)
+    assert alone.peer_macros() is None
+
+
+def test_ranks_of_a_host_sum_every_parameter_and_a_tally_a_block() -> None:
+    joined = plan(FITTING[0], 1000, ranks=2)
+    assert joined is not None
+    assert joined.peer_words == joined.chunks * 128 + joined.blocks * 8
+    macros = joined.peer_macros()
+    assert macros is not None
+    assert {name: macros[name] for name in macros.keys() - joined.macros().keys()} == {"NARROW_PEERS": "1"}
+    assert (joined.macros()["NARROW_DIRECT"], macros["NARROW_DIRECT"]) == ("0", "1")

@@ -87,7 +87,7 @@ def kernels(cases: list) -> list[tuple]:
     from engine.fakes import make_network
 
     from distmlp.engine.device_rows import OwnRows
-    from distmlp.engine.fused_state import describe_device, specialisations
+    from distmlp.engine.fused_state import describe_device, peer_specialisation, specialisations
     from distmlp.engine.lane_plan import LanePlan
     from distmlp.engine.optimizers import needs_norm, slot_names
     from distmlp.engine.plan import make_plan
@@ -106,7 +106,9 @@ def kernels(cases: list) -> list[tuple]:
             slot_names(case.optimizer), False, 2 if lanes else ranks, case.dtype, needs_norm(config.optimizer),
             lanes.rows if lanes else 0,
         )  # fmt: skip
-        for source, macros in specialisations(config, make_plan(task, device, case.kernel)):
+        plan = make_plan(task, device, case.kernel)
+        joined = peer_specialisation(config, plan)
+        for source, macros in (*specialisations(config, plan), *([joined] if joined else [])):
             jobs[source, *sorted(macros.items())] = (source, macros, device.capability)
     return list(jobs.values())
 

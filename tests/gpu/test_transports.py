@@ -1,5 +1,7 @@
 """Two ranks, each transport: the same training as one rank, the same bits on both ranks and in every run.
 
+Four where the transport has other ways for them.
+
 On two GPUs, and on one that the ranks share where the transport can do that. What MPI is on PATH decides whether
 `mpi` can be tried: with Intel MPI, source launch/env/intel-mpi.sh first.
 """
@@ -33,7 +35,9 @@ SWEEP = NARROW.but(kernel="sweep", widths=(32, 128, 128, 16), batch=18_000, batc
 BULK = NARROW.but(kernel="bulk", widths=(70, 300, 200, 16), batch=1500)
 PASSES = SWEEP.but(kernel="passes")
 CASES = [RANKED, RANKED.but(precision="bf16"), NARROW, SWEEP, BULK, PASSES]
-CASES_OF_RANKS = [(case, 2) for case in CASES]
+LARGE = RANKED.but(widths=(64, 512, 512, 16))  # four ranks add it up by parts
+FOUR_CASES = [RANKED, LARGE, LARGE.but(precision="bf16", kernel="bulk", batch=3000, batches=3), NARROW]
+CASES_OF_RANKS = [*((case, 2) for case in CASES), *((case, 4) for case in FOUR_CASES)]
 GPUS = len(list_gpus())
 TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 WAYS = [
@@ -51,34 +55,59 @@ NO_OFFLOAD = {"I_MPI_OFFLOAD": "0"}
 WITHOUT_DEVICE_MPI = {start + way for start in ("", "run.transport=") for way in ("staged", "nccl", "peer")}
 
 
-def ranks(*argv: str, gpus: str | None = None, **options: Any) -> Any:
+def ranks(*argv: str, gpus: str | None = None, count: int = 2, **options: Any) -> Any:
     offload = {} if WITHOUT_DEVICE_MPI.isdisjoint(argv) else NO_OFFLOAD
     env = {**SETTINGS, **offload, **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})}
-    return run_mpi(2, [sys.executable, *argv], env=env, timeout=120, **options)
+    return run_mpi(count, [sys.executable, *argv], env=env, timeout=120, **options)
 
 
 @pytest.fixture(scope="module", params=WAYS)
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What transport_ranks.py found."""
     transport, share = request.param
-    path = tmp_path_factory.mktemp("ranks") / "report.json"
+    found = run_ranks(tmp_path_factory, transport, *filter(None, [share]), gpus="0" if share else None)
+    assert (found["transport"], found["gpus"]) == (transport, 1 if share else 2)
+    return found
+
+
+def run_ranks(
+    folders: pytest.TempPathFactory, transport: str, *how: str, count: int = 2, gpus: str | None = None
+) -> dict[str, Any]:
+    path = folders.mktemp("ranks") / "report.json"
     script = str(Path(__file__).with_name("transport_ranks.py"))
-    gpus = "0" if share else None
-    done = ranks(script, transport, str(path), *filter(None, [share]), gpus=gpus)
+    done = ranks(script, transport, str(path), *how, gpus=gpus, count=count)
     if transport == "mpi" and done.returncode == 4 and "not CUDA-aware" in done.stderr:
         pytest.skip(done.stderr.strip().splitlines()[0][:200])
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(path.read_text())
-    assert (found["transport"], found["gpus"]) == (transport, 1 if share else 2)
     if "TRANSPORT_REPORTS" in os.environ:  # kept for a look
-        name = f"{transport}{'-shared' if share else ''}.json"
+        name = "-".join([transport, str(count), *how]) + ".json"
         Path(os.environ["TRANSPORT_REPORTS"], name).write_text(json.dumps(found, indent=1))
     return found
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=["fp32", "bf16", "narrow", "sweep", "bulk", "passes"])
 def test_trains_like_one_rank_with_the_same_bits_on_both(report, number):
-    found, limit = report["training"][number], LIMITS[CASES[number].precision]
+    check_training(report["training"][number], LIMITS[CASES[number].precision])
+
+
+@pytest.fixture(scope="module", params=["peer", "peer-hosts"])
+def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Four ranks on the GPUs there are; "hosts": as if they were on two hosts."""
+    how = ["share", *(["hosts"] if request.param == "peer-hosts" else [])]
+    return run_ranks(tmp_path_factory, "peer", *how, count=4) | {"several": request.param == "peer-hosts"}
+
+
+@pytest.mark.parametrize("number", range(len(FOUR_CASES)), ids=["small", "large", "bulk", "narrow"])
+def test_four_ranks_train_like_one(four, number):
+    check_training(four["training"][number], LIMITS[FOUR_CASES[number].precision])
+
+
+def test_four_ranks_stop_fail_and_diverge_together(four):
+    check_faults(four["faults"], 3 if four["several"] else 8)
+
+
+def check_training(found: dict[str, Any], limit: float) -> None:
     assert found["steps_with_differing_ranks"] == []
     assert found["repeats"]
     assert found["loss_error"] < limit
@@ -87,10 +116,14 @@ def test_trains_like_one_rank_with_the_same_bits_on_both(report, number):
 
 
 def test_ranks_stop_fail_and_diverge_together(report):
-    steps = 8 if report["transport"] == "peer" else 3  # inside a kernel nobody asks between two steps
-    assert report["faults"]["stopped"] == [True, steps]
-    assert "rows 4 to 5 of part.h5 are damaged" in report["faults"]["told"]
-    assert report["faults"]["nonfinite"] == 3
+    check_faults(report["faults"], 8 if report["transport"] == "peer" else 3)
+
+
+def check_faults(found: dict[str, Any], steps: int) -> None:
+    """`steps`: taken before a rank that asks to stop is heard; inside a kernel nobody asks between two steps."""
+    assert found["stopped"] == [True, steps]
+    assert "rows 4 to 5 of part.h5 are damaged" in found["told"]
+    assert found["nonfinite"] == 3
 
 
 def test_sums_wait_for_the_kernel_that_writes(report):

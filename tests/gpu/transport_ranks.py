@@ -1,6 +1,6 @@
 """Run as ranks by test_transports.py: what a transport did to training, as one JSON object in a file.
 
-mpirun -n 2 python tests/gpu/transport_ranks.py TRANSPORT REPORT.json [share]
+mpirun -n 2 python tests/gpu/transport_ranks.py TRANSPORT REPORT.json [share] [hosts]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 import numpy as np  # noqa: E402
 from gpu.cases import Case, error  # noqa: E402
-from gpu.test_transports import CASES, RANKED  # noqa: E402
+from gpu.test_transports import CASES, FOUR_CASES, RANKED  # noqa: E402
 
 from distmlp.comm.binding import bind  # noqa: E402
 from distmlp.comm.policy import guarded  # noqa: E402
@@ -45,6 +45,8 @@ def main() -> int:
     faulthandler.dump_traceback_later(100, file=sys.__stderr__)  # the test waits 120 s
     world = open_world(try_devices=True)
     binding = bind(world, share_gpu="share" in sys.argv)
+    if "hosts" in sys.argv:
+        split(world)
     import cupy
 
     cupy.cuda.Device(binding.ordinal).use()
@@ -57,7 +59,7 @@ def main() -> int:
         "library": world.mpi_version,
         "gpus": len({seat.gpu.uuid for seat in binding.seats}),
         "device_mpi": facts.device_mpi.reason,
-        "training": [train(world, choice.transport, case) for case in CASES],
+        "training": [train(world, choice.transport, case) for case in (CASES if world.size == 2 else FOUR_CASES)],
         "faults": faults(world, choice.transport),
         "wrong_sums": spin(world, choice.transport),
     }
@@ -66,6 +68,13 @@ def main() -> int:
     if world.rank == 0:
         path.write_text(json.dumps(report, indent=1))
     return 0
+
+
+def split(world: World) -> None:
+    """As if the ranks were on two hosts."""
+    half = world.size // 2
+    world.hosts, world.rank_hosts = ("a", "b"), ("a",) * half + ("b",) * (world.size - half)
+    world.neighbours = tuple(rank for rank in range(world.size) if (rank < half) == (world.rank < half))
 
 
 def say(world: World, stage: str) -> None:

@@ -109,7 +109,7 @@ def test_what_is_wrong_is_said_with_what_to_do(changes, state, text_part, advice
     ("changes", "here", "between"),
     [
         ({"mpi__device": {"works": False, "reason": "crashed with signal 11"}}, "peer", "nccl"),
-        ({"mpi__device": {"works": False, "reason": "no"}, "gpu__nccl": None}, "peer", "staged"),
+        ({"mpi__device": {"works": False, "reason": "no"}, "gpu__nccl": None}, "peer", "peer"),
         ({"gpu__peers": [[True, False], [False, True]]}, "mpi", "mpi"),
         ({"gpu__obstacle": "no GPU"}, "mpi", "mpi"),
         ({"mpi__ranks": {"error": "x"}}, "none", "none"),

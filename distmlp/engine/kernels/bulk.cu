@@ -251,11 +251,19 @@ __device__ __forceinline__ void train_step(
     }
     __syncthreads();
     const float weight = weight_sum;
-    const bool direct =
-        OPTIMIZER != LAMB && !ENGINE.needs_norm && !ENGINE.deferred && surely_finite(flags, *memory.inputs_of_step(s), weight, info.rows);
+    const bool joined = ranks_join();
+    bool direct = (joined || (OPTIMIZER != LAMB && !ENGINE.needs_norm && !ENGINE.deferred)) &&
+                  surely_finite(flags, *memory.inputs_of_step(s), weight, info.rows);
+    float total = weight;
+    Exchange ranks(0);
+    if (joined) {
+        const Agreement all = agree(ranks, MULTIPLIES, direct || info.rows == 0, weight, info.rows);
+        direct = all.direct;
+        total = all.weight;
+    }
     if (direct) {
         ++progress.step;
-        if (threadIdx.x == 0) set_hyper(hyper, info.rate, 1.f / weight, progress.step);
+        if (threadIdx.x == 0) set_hyper(hyper, info.rate, 1.f / total, progress.step);
         __syncthreads();
     }
     if (MULTIPLIES) {
@@ -268,10 +276,16 @@ __device__ __forceinline__ void train_step(
         if (blockIdx.x == 0 && warp == 1) {
             const int across = (LAYER(ENGINE.layers - 1).fan_out + BULK_N - 1) / BULK_N;
             finish_loss(s, info, row_blocks * across * CONSUMER_WARPS, weight, memory.losses);
+            if (joined && direct && (threadIdx.x & 31) == TALLY_LOSS)
+                join_result(ranks, s, ENGINE.gradient[ENGINE.size + TALLY_LOSS], total);
         }
     }
     fence_async();
     barrier.wait();
+    if (joined && !all_were_there(s, direct)) {
+        progress.frozen = true;
+        return;
+    }
     if (!direct && !ENGINE.deferred) {
         apply_gradient(s, barrier, progress);
         barrier.wait();

@@ -1,6 +1,7 @@
 // Weight and bias gradients of the bulk kernel, with the update where that is possible.
 #pragma once
 #include "bulk_layers.cuh"
+#include "joined.cuh"
 
 // Of a layer, in units of a share of two tiles, one above the other, for a cluster.
 __device__ __forceinline__ int gradient_tasks(const Layer& layer) {
@@ -44,9 +45,10 @@ struct Quad {
         if (direct && exists && layer.fan_out % 4 == 0) parameters.load(weight_place(layer, r, c));
     }
     __device__ __forceinline__ void finish(
-        const Layer& layer, const Matrices& m, const Hyper& h, bool direct, const float4& sum) {
+        const Layer& layer, const Matrices& m, const Hyper& h, bool direct, float4 sum, TileExchange& ranks) {
         if (!exists) return;
         const i64 at = weight_place(layer, r, c);
+        if (SEVERAL_RANKS && direct) sum = ranks.take(at, sum, layer.fan_out % 4 == 0, layer.fan_out - c);
         if (!direct) {
             weight_gradient(layer, r, c, sum);
         } else if (layer.fan_out % 4 == 0) {
@@ -102,11 +104,49 @@ struct Sums {
     }
 };
 
+// Sends the other ranks what this block has of a tile, all of it before anything is waited for: the way there and back takes
+// a while. What no other block adds to leaves the registers of the products.
+__device__ __forceinline__ void send_products(
+    const float (&c)[WIDEST / 2], const GradientTask& task, const TileExchange& ranks) {
+    const Layer& layer = LAYER(task.l);
+    const int row = task.m0 + (threadIdx.x >> 5) * 16 + (threadIdx.x >> 2 & 7), column = task.n0 + 2 * (threadIdx.x & 3);
+#pragma unroll
+    for (int p = 0; p < Sums::PAIRS; ++p) {
+        const int r = row + (p & 1) * 8, n = column + (p >> 1) * 8;
+        if (has_weights(layer, r, n))
+            ranks.send(
+                weight_place(layer, r, n), make_float2(c[2 * p], c[2 * p + 1]), layer.fan_out % 4 == 0,
+                layer.fan_out - n);
+    }
+}
+template <class F>
+__device__ __forceinline__ void for_each_own_quad(const GradientTask& task, const Sums& sums, const F& f) {
+    const Layer& layer = LAYER(task.l);
+    const float2* tile = sums.of(task);
+    const int begin = Sums::STRIPES * task.split / BULK_SPLITS, end = Sums::STRIPES * (task.split + 1) / BULK_SPLITS;
+    const int row = task.m0 + (threadIdx.x >> 5) * 16 + (threadIdx.x >> 2 & 7), column = task.n0 + (threadIdx.x & 3) * 4;
+#pragma unroll 1
+    for (int stripe = begin; stripe < end; ++stripe)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int r = row + half * 8, n = column + stripe * 16;
+            if (has_weights(layer, r, n))
+                f(weight_place(layer, r, n), sums.add_up(tile, stripe, half), layer.fan_out % 4 == 0, layer.fan_out - n);
+        }
+}
+__device__ __forceinline__ void send_stripes(const GradientTask& task, const Sums& sums, TileExchange& ranks) {
+    if (BULK_SPLITS > 1)
+        for_each_own_quad(task, sums, [&](i64 at, const float4& v, bool whole, int count) { ranks.send(at, v, whole, count); });
+    if (PEER_FORM == SCATTER)
+        for_each_own_quad(task, sums, [&](i64 at, const float4& v, bool whole, int) { ranks.pass_on(at, v, whole); });
+}
+
 // The stripes of a tile that are this block's, two at a time: four quads a lane. WHOLE: the tile lies in the layer, the update
 // is made at once, and nothing is asked about a single quad.
 template <bool WHOLE>
 __device__ __forceinline__ void finish_stripes(
     const GradientTask& task, bool direct, const Hyper& shared, const Sums& sums) {
+    TileExchange ranks(SEVERAL_RANKS ? agreed_exchange() : 0);
     const Hyper h = shared;  // in registers
     const Layer& layer = LAYER(task.l);
     const Matrices& m = near_matrices[task.l];
@@ -117,10 +157,15 @@ __device__ __forceinline__ void finish_stripes(
     if (WHOLE) {
         Parameters next[4];
         float4 next_sum[4];
+        uint4 next_seen[4];  // of another rank's gradient
         const i64 place = weight_place(layer, row, column), lower = 8 * layer.fan_out;
         const auto load = [&](int stripe) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) next[i].load(place + min(stripe + i / 2, end - 1) * 16 + i % 2 * lower);
+            for (int i = 0; i < 4; ++i) {
+                const i64 at = place + min(stripe + i / 2, end - 1) * 16 + i % 2 * lower;
+                next[i].load(at);
+                if (SEVERAL_RANKS) next_seen[i] = ranks.look(at, true, 4);
+            }
         };
         const auto add_up = [&](int stripe) {
 #pragma unroll
@@ -128,28 +173,33 @@ __device__ __forceinline__ void finish_stripes(
         };
         load(begin);
         sums.await(task);
+        if (SEVERAL_RANKS) send_stripes(task, sums, ranks);
         constexpr bool AHEAD = BULK_SPLITS == 1;  // else there are not enough registers
         if (AHEAD) add_up(begin);
 #pragma unroll 1
         for (int stripe = begin; stripe < end; stripe += 2) {
             Parameters now[4];
             float4 sum[4];
+            uint4 seen[4];
             if (!AHEAD) add_up(stripe);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) now[i] = next[i], sum[i] = next_sum[i];
+            for (int i = 0; i < 4; ++i) now[i] = next[i], sum[i] = next_sum[i], seen[i] = next_seen[i];
             if (AHEAD) add_up(stripe + 2);
             load(stripe + 2);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 if (i == 2 && stripe + 1 == end) break;
                 const int own = stripe + i / 2;
+                const i64 at = place + own * 16 + i % 2 * lower;
+                if (SEVERAL_RANKS) sum[i] = ranks.take(at, sum[i], seen[i], true, 4);
                 now[i].update(h, sum[i]);
-                now[i].store(h, place + own * 16 + i % 2 * lower);
+                now[i].store(h, at);
                 copy_weights(m, row + i % 2 * 8, column + own * 16, now[i].value);
             }
         }
     } else {
         sums.await(task);
+        if (SEVERAL_RANKS && direct) send_stripes(task, sums, ranks);
 #pragma unroll 1
         for (int stripe = begin; stripe < end; ++stripe)
 #pragma unroll 1
@@ -158,7 +208,7 @@ __device__ __forceinline__ void finish_stripes(
                 quad.r = row + half * 8;
                 quad.c = column + stripe * 16;
                 quad.load(layer, direct);
-                quad.finish(layer, m, h, direct, sums.add_up(tile, stripe, half));
+                quad.finish(layer, m, h, direct, sums.add_up(tile, stripe, half), ranks);
             }
     }
 }
@@ -167,6 +217,7 @@ __device__ __forceinline__ void finish_share(
     const float (&c)[WIDEST / 2], const GradientTask& task, bool direct, const Hyper& h, const Sums& sums) {
     const Layer& layer = LAYER(task.l);
     sums.put(c, task);
+    if (SEVERAL_RANKS && BULK_SPLITS == 1 && direct) send_products(c, task, TileExchange(agreed_exchange()));
     if (direct && layer.fan_out % 4 == 0 && !ENGINE.ema && task.m0 + TILE_M <= layer.fan_in && task.n0 + BULK_GRADIENT_N <= layer.fan_out)
         finish_stripes<true>(task, direct, h, sums);
     else finish_stripes<false>(task, direct, h, sums);
@@ -190,6 +241,7 @@ __device__ __forceinline__ void bias_gradients(int part, int parts_of_rows, bool
             asm volatile("bar.sync 2, 96;" ::: "memory");
             if (part == 0 && c < layer.fan_out) {
                 sum = thirds[lane] + thirds[32 + lane] + thirds[64 + lane];
+                if (SEVERAL_RANKS && direct) sum = Exchange(agreed_exchange()).sum(layer.bias_offset + c, sum);
                 if (direct) update_parameter(h, layer.bias_offset + c, sum);
                 else ENGINE.gradient[layer.bias_offset + c] = sum;
             }

@@ -6,9 +6,10 @@
 //   per step      partial sums out; every block adds up some parameters' over all blocks in their order, updates them
 //                 and sends them to all blocks (narrow_exchange.cuh)
 //
-// No sum depends on the order in which blocks run. Clipping and LAMB, which need a norm first, and gradients that
-// other ranks are still to add to go through the flat gradient buffer and update.cuh instead.
-#include "narrow_exchange.cuh"
+// No sum depends on the order in which blocks run. The ranks of one host add theirs to it parameter by parameter
+// (NARROW_PEERS). Clipping and LAMB, which need a norm first, and gradients that other ranks are to add to between two
+// launches go through the flat gradient buffer and update.cuh instead.
+#include "narrow_ranks.cuh"
 
 namespace narrow {
 
@@ -100,12 +101,21 @@ struct Tiles {
     }
 };
 
+// The sum over the warps of what they have added up of this thread's parameter.
+__device__ __forceinline__ float sum_of_warps(const float* scratch) {
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) sum += scratch[w * WARP_SUMS + threadIdx.x];
+    return sum;
+}
+
 // f(place, gradient summed over `count` producers) for this block's chunks; threads 0 to 127. `own` is the place in the
 // first of them; `before(place)` is called ahead of the loads of the others, `totals` filled in before the first f.
-template <class Before, class F>
+// `join(chunk, sum)` is called before, where this thread owns a parameter, and then once `agree(totals)` by all threads.
+template <class Before, class Join, class Agree, class F>
 __device__ __forceinline__ void for_each_sum(
     const Buffers& buffers, int s, u32 number, int count, const Place& own, StepTotals& totals, const Before& before,
-    const F& f) {
+    const Join& join, const Agree& agree, const F& f) {
     float* scratch = (float*)(dynamic_shared + EXCHANGE_AT);
     float* mine = scratch + (threadIdx.x >> 5) * WARP_SUMS;
     const float* partials = buffers.partials_of(s);
@@ -124,13 +134,12 @@ __device__ __forceinline__ void for_each_sum(
             sum_chunk(partials, count, chunk, mine);
             __syncthreads();
         }
-        if (place.flat >= 0) {
-            float sum = 0.f;
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) sum += scratch[w * WARP_SUMS + threadIdx.x];
-            f(place, sum);
-        }
+        float sum = 0.f;
+        if (place.flat >= 0) sum = join(chunk, sum_of_warps(scratch));
+        if (chunk == blockIdx.x) agree(totals);
+        if (place.flat >= 0) f(place, sum);
     }
+    if (blockIdx.x >= CHUNKS) agree(totals);
 }
 
 __device__ __forceinline__ void load_weights(const u8* image) {
@@ -152,16 +161,21 @@ __device__ __forceinline__ void set_next_hyper(Hyper& h, float rate, u64 step) {
 
 // Sums, update and publication of step `s`. `publication`: number of the next one. Returns whether there was one.
 __device__ __forceinline__ bool update_directly(
-    int s, u32 number, int count, float next_rate, const Place& own, const Buffers& buffers, u32 publication,
-    Hyper (&hyper)[2], Progress& progress) {
+    int s, u32 number, const StepInfo& info, int count, float next_rate, const Place& own, const Buffers& buffers,
+    u32 publication, Hyper (&hyper)[2], Progress& progress) {
     Parameter parameter = {};
     if (own.flat >= 0) parameter.load(own.flat);
+    const float* scratch = (const float*)(dynamic_shared + EXCHANGE_AT);
+    Sums ranks(number);
     StepTotals totals;
+    bool all = true;
     u8* image = buffers.image(publication);
     for_each_sum(
         buffers, s, number, count, own, totals, [&](const Place& other) { parameter.load(other.flat); },
+        [&](int chunk, float sum) { return ranks.sum(chunk, sum); },
+        [&](StepTotals& totals) { all = ranks.agree(totals, scratch, info.rows); },
         [&](const Place& place, float sum) {
-            if (totals.bad || totals.weight == 0.f) return;
+            if (!all || totals.bad || totals.weight == 0.f) return;
             Hyper h = hyper[s & 1];
             h.scale = 1.f / totals.weight;
             parameter.value = update_rule(h, parameter.value, sum, parameter.first, parameter.second);
@@ -169,8 +183,10 @@ __device__ __forceinline__ bool update_directly(
             parameter.mean = average(h.ema_decay, parameter.mean, parameter.value);
             parameter.store(place.flat);
         });
-    const bool update = !totals.bad && totals.weight != 0.f;
-    if (totals.bad) {
+    const bool update = all && !totals.bad && totals.weight != 0.f;
+    if (!all) {  // the host will say why
+        progress.frozen = true;
+    } else if (totals.bad) {
         if (ENGINE.stop_on_nonfinite) progress.frozen = true;
         else ++progress.skipped;
     }
@@ -178,8 +194,8 @@ __device__ __forceinline__ bool update_directly(
     set_next_hyper(hyper[s + 1 & 1], next_rate, progress.step + 1);
     if (blockIdx.x == 0 && threadIdx.x == CHUNK + 96)
         ENGINE.results[s] = StepResult{
-            collect_loss((float*)(dynamic_shared + EXCHANGE_AT)), totals.weight,
-            !totals.bad ? DONE : ENGINE.stop_on_nonfinite ? NOT_FINITE : LEFT_OUT};
+            ranks.loss(scratch), totals.weight,
+            !all ? NOT_RUN : !totals.bad ? DONE : ENGINE.stop_on_nonfinite ? NOT_FINITE : LEFT_OUT};
     return update;
 }
 
@@ -188,8 +204,8 @@ __device__ __forceinline__ void reduce_to_gradient(
     int s, u32 number, const StepInfo& info, int count, const Place& own, const Buffers& buffers) {
     StepTotals totals;
     for_each_sum(
-        buffers, s, number, count, own, totals, [](const Place&) {},
-        [&](const Place& place, float sum) { ENGINE.gradient[place.flat] = sum; });
+        buffers, s, number, count, own, totals, [](const Place&) {}, [](int, float sum) { return sum; },
+        [](StepTotals&) {}, [&](const Place& place, float sum) { ENGINE.gradient[place.flat] = sum; });
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         const double loss = collect_loss((float*)(dynamic_shared + EXCHANGE_AT));
         float* tally = ENGINE.gradient + ENGINE.size;
@@ -221,6 +237,7 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) narrow_st
     }
 #endif
     __shared__ Hyper hyper[2];
+    Sums::begin();
     write_ones<0>();
     load_scales((float*)(dynamic_shared + SCALES_AT));
     clear_exchange(buffers);
@@ -238,15 +255,18 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) narrow_st
     barrier.wait();
     load_weights(buffers.image(publication));
     const auto step_info = [&](int s) { return s < end ? ENGINE.steps[s] : none; };
-    StepInfo info, following = step_info(begin), after = step_info(begin + 1);  // read a step before they are needed
+    // Read a step before they are needed; in two chains with other ranks the registers are short for that, and NVRTC 13.0
+    // serialises products.
+    constexpr bool READ_AHEAD = !NARROW_PEERS || NARROW_CHAINS == 1;
+    StepInfo info, following = step_info(begin), after = step_info(begin + 1);
     for (int s = begin; s < end; ++s) {
         if (progress.frozen) {
             if (blockIdx.x == 0 && threadIdx.x == 0) ENGINE.results[s] = StepResult{0., 0.f, NOT_RUN};
             continue;
         }
         info = following;
-        following = after;
-        after = step_info(s + 2);
+        following = READ_AHEAD ? after : step_info(s + 1);
+        if (READ_AHEAD) after = step_info(s + 2);
         const int count = producers(info.rows);
         const u32 number = s - begin + 1;
 #if NARROW_DIRECT
@@ -265,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) narrow_st
         }
 #if NARROW_DIRECT
         const bool updated =
-            update_directly(s, number, count, following.rate, own, buffers, publication + 1, hyper, progress);
+            update_directly(s, number, info, count, following.rate, own, buffers, publication + 1, hyper, progress);
         if (updated) ++publication;
         if (blockIdx.x < producers(following.rows) && loaded != publication) {
             load_weights(buffers.image(publication));
@@ -286,6 +306,7 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) narrow_st
         }
 #endif
     }
+    Sums::finish();
     // A block's own parameters are final, and all blocks have read the counters long ago.
     if (!ENGINE.deferred) copy_weights();
     if (blockIdx.x == 0) {

@@ -77,15 +77,25 @@ __device__ __forceinline__ void train_step(
         barrier.wait();
     }
 
-    const bool direct = may_update_directly() && surely_finite(flags, flags.output[0], flags.weight, rows);
+    const bool joined = may_join();
+    bool direct = (joined || may_update_directly()) && surely_finite(flags, flags.output[0], flags.weight, rows);
+    float weight = 0.f;  // of all ranks
+    Exchange ranks(0);
+    if (joined) {
+        const Agreement all = agree(ranks, true, direct || rows == 0, flags.weight, rows);
+        direct = all.direct;
+        weight = all.weight;
+    }
     if (direct) {
         ++progress.step;
         if (last == 0 && threadIdx.x == 0) set_hyper(hyper, info.rate, 0.f, progress.step);
-        if (threadIdx.x == 0) hyper.scale = 1.f / flags.weight;
+        if (threadIdx.x == 0) hyper.scale = 1.f / (joined ? weight : flags.weight);
         __syncthreads();
     }
     gradients(batch, rows, direct, hyper);
     if (blockIdx.x == 0) finish_loss(s, rows, flags.weight);
+    if (joined && direct && blockIdx.x == 0 && threadIdx.x == TALLY_LOSS)
+        join_result(ranks, s, ENGINE.gradient[ENGINE.size + TALLY_LOSS], weight);
     if (s + 1 < end) {
         const StepInfo following = ENGINE.steps[s + 1];
         gather_rows<RAW_TYPE>(raw, following.first, following.rows, ENGINE.batches[s + 1 & 1], &next.output[0]);
@@ -94,6 +104,10 @@ __device__ __forceinline__ void train_step(
 #if LANES
     keep_lane(s % ENGINE.lane_stride);  // who writes the gradient next waits for barriers before
 #endif
+    if (joined && !all_were_there(s, direct)) {
+        progress.frozen = true;
+        return;
+    }
     if (!direct && !ENGINE.deferred) {
         apply_gradient(s, barrier, progress);
         barrier.wait();
@@ -143,6 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) sum_gradients(
     barrier.wait();
     finish_exchange();
 }
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) spread_gradients() { spread_gradient(); }
 #endif
 
 // Outputs (rows, outputs) float for `rows` raw rows with the biases of `flat`; weights are the packed copies.

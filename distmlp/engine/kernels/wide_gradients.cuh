@@ -1,5 +1,6 @@
 // Weight and bias gradients of all layers in one phase, with the update where that is possible.
 #pragma once
+#include "joined.cuh"
 #include "magnitudes.cuh"
 #include "wide_head.cuh"
 
@@ -39,11 +40,53 @@ __device__ __forceinline__ bool add_splits(Gradient& product, const Layer& layer
     return true;
 }
 
-// What becomes of the gradient of a whole tile.
+// Which block finishes a tile of several splits differs from rank to rank: blocks that finish several might wait for each
+// other in a circle.
+__device__ __forceinline__ bool may_join() {
+    return ranks_join() && (LAYER(0).splits == 1 || ENGINE.gradient_tasks <= gridDim.x);
+}
+
+// What is known of four weights before their gradient is summed.
+struct Joined {
+    Parameters parameters;
+    uint4 seen;  // of another rank's gradient
+};
+
+// What becomes of the gradient of a whole tile. With several ranks it is sent as a whole first: what comes back takes a
+// while.
 __device__ __forceinline__ void finish_weights(const Layer& layer, int m0, int n0, bool direct, const Hyper& h) {
     typedef Gradient::Output Output;
     const float* tile = output_tile<Gradient>();
-    if (direct)
+    if (SEVERAL_RANKS && direct) {
+        TileExchange ranks(agreed_exchange());
+        const bool whole = layer.fan_out % 4 == 0;
+        Output::for_each_quad(
+            tile, [](int, int) { return 0; },
+            [&](int r, int c, const float4& v, int) {
+                if (has_weights(layer, m0 + r, n0 + c))
+                    ranks.send(weight_place(layer, m0 + r, n0 + c), v, whole, layer.fan_out - n0 - c);
+            });
+        if (PEER_FORM == SCATTER)
+            Output::for_each_quad(
+                tile, [](int, int) { return 0; },
+                [&](int r, int c, const float4& v, int) {
+                    if (has_weights(layer, m0 + r, n0 + c)) ranks.pass_on(weight_place(layer, m0 + r, n0 + c), v, whole);
+                });
+        Output::for_each_quad(
+            tile,
+            [&](int r, int c) {
+                Joined known = {load_weights(layer, m0 + r, n0 + c)};
+                if (has_weights(layer, m0 + r, n0 + c)) 
+                    known.seen = ranks.look(weight_place(layer, m0 + r, n0 + c), whole, layer.fan_out - n0 - c);
+                return known;
+            },
+            [&](int r, int c, const float4& v, Joined& known) {
+                if (!has_weights(layer, m0 + r, n0 + c)) return;
+                const float4 sum =
+                    ranks.take(weight_place(layer, m0 + r, n0 + c), v, known.seen, whole, layer.fan_out - n0 - c);
+                update_weights(layer, h, m0 + r, n0 + c, sum, known.parameters);
+            });
+    } else if (direct)
         Output::for_each_quad(
             tile, [&](int r, int c) { return load_weights(layer, m0 + r, n0 + c); },
             [&](int r, int c, const float4& v, Parameters& known) {
@@ -106,6 +149,7 @@ __device__ __forceinline__ void bias_task(int l, int task, int rows, bool direct
     if (warp == 0 && c < layer.fan_out) {
         sum = 0.f;
         for (int w = 0; w < THREADS / 32; ++w) sum += sums[w][threadIdx.x];
+        if (SEVERAL_RANKS && direct) sum = Exchange(agreed_exchange()).sum(layer.bias_offset + c, sum);
         if (direct) update_parameter(h, layer.bias_offset + c, sum);
         else ENGINE.gradient[layer.bias_offset + c] = sum;
     }
