@@ -34,10 +34,10 @@ __device__ __noinline__ Ring stream_gradients(Ring ring, int rows, u32 done, int
     const Buffers& buffers = context.buffers;
     const u32 rank = rank_in_pair();
     // A pair has several units only where the batch is not split: all of a pair's units are of the same part of it.
-    const int steps = steps_of_64(rows), split = blockIdx.x / PAIR % SPLITS;
+    const int steps = steps_of_64(rows), split = blockIdx.x / BLOCKS_OF_PAIR % SPLITS;
     context.blocks_of_split += (split_begin(steps, split + 1) - split_begin(steps, split)) * (64 / ROWS);
 #pragma unroll 1
-    for (int u = blockIdx.x / PAIR; u < TILES * SPLITS; u += gridDim.x / PAIR) {
+    for (int u = blockIdx.x / BLOCKS_OF_PAIR; u < TILES * SPLITS; u += gridDim.x / BLOCKS_OF_PAIR) {
         const Unit unit(u, rank, rows);
         const Part& part = part_of(unit.layer);
         const int inputs = unit.layer == 0 ? network_inputs(parity) : part.inputs;
@@ -105,10 +105,10 @@ __device__ __forceinline__ Ring sum_and_update(Ring ring, int rows, u32 done, in
     const int half = place.group & 1, other = place.group >> 1;
     // Sums take the place of those of the step before, which others may still be adding up. Who has rows to sum has waited
     // for operands that came after that; who has none gives zeros and waits for all blocks here.
-    bool met = Unit(blockIdx.x / PAIR, rank, rows).is_empty();
+    bool met = Unit(blockIdx.x / BLOCKS_OF_PAIR, rank, rows).is_empty();
     if (met) meet(TOTALS_KNOWN, WORKERS + 32);
 #pragma unroll 1
-    for (int u = blockIdx.x / PAIR; u < TILES * SPLITS; u += gridDim.x / PAIR) {
+    for (int u = blockIdx.x / BLOCKS_OF_PAIR; u < TILES * SPLITS; u += gridDim.x / BLOCKS_OF_PAIR) {
         const Unit unit(u, rank, rows);
         const Part& part = part_of(unit.layer);
         const bool turned = part.along_outputs;
@@ -123,7 +123,7 @@ __device__ __forceinline__ Ring sum_and_update(Ring ring, int rows, u32 done, in
         multiply<8, true, true>(
             sums, ring, unit.to - unit.from, true, [&](u32 stage, int) { return stage + a_at; },
             [&](u32 stage, int) { return stage + b_at; });
-        const int quarter = (unit.tile * PAIR + rank) * GROUPS + place.group;  // of the tile, one of PAIR * GROUPS
+        const int quarter = (unit.tile * BLOCKS_OF_PAIR + rank) * GROUPS + place.group;  // of the tile
         float4* const partials = buffers.partials + (i64)quarter * SPLITS * 1024;
         if (there) {
             float4* mine = partials + unit.split * 1024 + (threadIdx.x & 127);

@@ -118,7 +118,7 @@ struct Ring {
     __device__ __forceinline__ void init() const {
         for (int i = 0; i < STAGES; ++i) {
             init_barrier(full(i), 1);
-            init_barrier(empty(i), GROUPS * PAIR);
+            init_barrier(empty(i), GROUPS * BLOCKS_OF_PAIR);
         }
         init_barrier(inputs(), 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -133,7 +133,7 @@ struct Ring {
     __device__ __forceinline__ void await_empty() const { await(empty(stage), parity ^ 1); }
     // By all threads of a warpgroup that has multiplied.
     __device__ __forceinline__ void release(u32 i) const {
-        if ((threadIdx.x & 127) < PAIR) arrive_at(empty(i), threadIdx.x & 127);
+        if ((threadIdx.x & 127) < BLOCKS_OF_PAIR) arrive_at(empty(i), threadIdx.x & 127);
     }
 };
 

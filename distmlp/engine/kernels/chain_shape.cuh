@@ -24,7 +24,7 @@ using network::LAYERS;
 using network::width;
 
 constexpr int ROWS = CHAIN_ROWS, STAGES = CHAIN_STAGES, SPLITS = CHAIN_SPLITS, DEPTH = CHAIN_DEPTH;
-constexpr int PAIR = 2;     // blocks of a cluster: what one copies of weights, the other gets as well
+constexpr int BLOCKS_OF_PAIR = 2;     // blocks of a cluster: what one copies of weights, the other gets as well
 constexpr int GROUPS = 4;   // warpgroups that multiply
 constexpr int WORKERS = 128 * GROUPS;
 constexpr int BLOCK_THREADS = WORKERS + 128;  // then a warp that copies, then three that help
@@ -78,7 +78,7 @@ SHAPE_FN int first_feature(int l) {  // of a layer's outputs among those of all
     for (int i = 0; i < l; ++i) at += 64 * panels(i + 1);
     return at;
 }
-constexpr int ARRIVALS = TILES * PAIR * GROUPS, COUNTERS = ARRIVALS + LAYERS * SPLITS + 1 + LAYERS + 1;
+constexpr int ARRIVALS = TILES * BLOCKS_OF_PAIR * GROUPS, COUNTERS = ARRIVALS + LAYERS * SPLITS + 1 + LAYERS + 1;
 constexpr int FEATURES = first_feature(LAYERS);
 
 constexpr int BUFFER_BYTES = most_panels() * PANEL_BYTES;
@@ -119,8 +119,8 @@ struct Buffers {
     u32* kept;           // what slopes are told from, (blocks, layers, panels / 4, words, WORKERS)
     float* column_sums;  // of errors, (FEATURES, blocks)
     uint4* records;      // (blocks,): loss, weight, largest magnitude of activations and of errors
-    float4* partials;    // (tiles, PAIR, GROUPS, splits, 8, 128)
-    u32* arrivals;       // of splits, (tiles, PAIR, GROUPS)
+    float4* partials;    // (tiles, BLOCKS_OF_PAIR, GROUPS, splits, 8, 128)
+    u32* arrivals;       // of splits, (tiles, BLOCKS_OF_PAIR, GROUPS)
     u32* chained;        // blocks whose errors of a layer are written, (layers, splits); behind it, blocks that are done
     u32* updated;        // (layers + 1,): warpgroups done with weights of a layer, blocks done with biases
 
@@ -160,7 +160,9 @@ __device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x >> 5; }
 // Steps of 64 rows of a batch, and blocks that have rows of them.
 __device__ __forceinline__ int steps_of_64(int rows) { return (rows + 63) / 64; }
-__device__ __forceinline__ int blocks_at_work(int rows) { return ceil_div(steps_of_64(rows) * (64 / ROWS), PAIR) * PAIR; }
+__device__ __forceinline__ int blocks_at_work(int rows) {
+    return ceil_div(steps_of_64(rows) * (64 / ROWS), BLOCKS_OF_PAIR) * BLOCKS_OF_PAIR;
+}
 // Part `split` of a batch begins with this step.
 __device__ __forceinline__ int split_begin(int steps, int split) { return steps * split / SPLITS; }
 
