@@ -20,7 +20,7 @@ from distmlp.data.batches import Singles, WindowBatches, runs
 from distmlp.data.feed import Feed
 from distmlp.data.lanes import Lanes
 from distmlp.errors import ConfigError, DataError, SystemUnfitError
-from distmlp.order import Order, owned_streams
+from distmlp.order import BLOCK_ROWS, WINDOW_ROWS, Order, owned_streams
 
 ROWS = (700, 1, 1299, 61)
 
@@ -357,6 +357,32 @@ def test_narrow_columns_of_several_kinds(tmp_path, targets):
             np.testing.assert_array_equal(batch.targets.reshape(-1), wanted % 100)
             np.testing.assert_array_equal(batch.weights, (wanted / 7).astype("f4"))
     feed.close()
+
+
+@pytest.mark.parametrize(("options", "pieces"), [
+    ({}, 1), ({"chunks": (64, 5)}, 5), ({"chunks": (8192, 5)}, 2), ({"chunks": (8192, 5), "compression": "gzip"}, 0),
+])  # fmt: skip
+def test_shuffled_reading_stays_contiguous(tmp_path, monkeypatch, options, pieces):
+    """Whole blocks of the order in as few reads as their chunks allow, none of it twice; packed chunks decoded once."""
+    count, reads, decoded = 80_000, [], []
+    rows = np.arange(5 * count, dtype="f4").reshape(count, 5)
+    write_shard(tmp_path / "a.h5", rows, rows[:, :1], **options)
+    shards = open_shards(tmp_path)
+    read_all, decode = reader.aio.read_all, reader.decode
+    monkeypatch.setattr(reader.aio, "read_all", lambda wanted: reads.extend(wanted) or read_all(wanted))
+    monkeypatch.setattr(reader, "decode", lambda layout, *rest: decoded.append(1) or decode(layout, *rest))
+    order = Order(count, 4, 1000, 0, True)
+    feed = Feed(shards, order, alone(), "stream", 2)
+    seen = np.zeros(count, int)
+    for number in range(order.batches_per_epoch):
+        seen[(feed.batch(0, number).inputs[:, 0] / 5).astype(int)] += 1
+    feed.close()
+    assert (seen == 1).all()
+    blocks, ahead = -(-count // BLOCK_ROWS) + 4, 2 * WINDOW_ROWS * 4  # rows of the next epoch that may be read by then
+    inputs = [spans for _, spans, out in reads if out.shape[-1] == 5]
+    assert sum(map(len, inputs)) <= pieces * (blocks + ahead // BLOCK_ROWS)
+    assert sum(spans[:, 1].sum() for spans in inputs) <= bool(pieces) * 20 * (count + ahead)
+    assert len(decoded) <= (2 * -(-count // 8192) if not pieces else 0)  # two threads may want one at the same time
 
 
 def test_scratch_without_room(tmp_path):
