@@ -102,6 +102,9 @@ class FusedEngine:
             self._reduction, note = open_hosts(self._state, self._world, between, self._config.run.stall_timeout)
         elif transport == "peer":
             self._peers, note = open_peers(self._state, self._world, self._config.run.stall_timeout)
+            if self._state.plan.kernel != self.plan.kernel:
+                note += f", {self._state.plan.kernel} kernel"
+            self.plan = self._state.plan
             self._uneven = not all(self._world.all_gather(isinstance(self._rows, ResidentRows)))
         else:
             self._reduction, note = open_reduction(transport, self._state, self._world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import cupy
 import numpy as np
@@ -74,8 +75,11 @@ class DeviceState:
         self._constants["deferred"], self._constants["needs_norm"] = 0, layout.PEERS_SUM
         if not self._joined:
             self._joined = True
-            if (part := peer_specialisation(self.config, self.plan)) and self.plan.special:
-                self._modules[1] = Module(compiler.cubin(*part, self.plan.device.capability), self.ledger)
+            if part := peer_specialisation(self.config, self.plan):
+                self.plan = replace(self.plan, special=self.plan.joined or self.plan.special, joined=None)
+                assert self.plan.special is not None
+                code = compiler.cubin(*part, self.plan.device.capability)
+                self._modules[1:] = [Module(code, self.ledger)]
                 self._train = self._special_kernel(self.plan.special)
         for module in self._modules:
             module.write_constant("ENGINE", self._constants)
@@ -253,10 +257,11 @@ def specialisations(config: RunConfig, plan: Plan) -> list[tuple[str, dict[str, 
 
 def peer_specialisation(config: RunConfig, plan: Plan) -> tuple[str, dict[str, str]] | None:
     """As `specialisations`: what takes the special module's place once ranks sum inside the kernel; None: nothing."""
-    macros = getattr(plan.special, "peer_macros", lambda: None)()
-    if macros is None or plan.special is None:
+    special = plan.joined or plan.special
+    macros = getattr(special, "peer_macros", lambda: None)()
+    if macros is None or special is None:
         return None
-    source, usual = specialisations(config, plan)[1]
+    source, usual = specialisations(config, replace(plan, special=special))[1]
     return source, {**usual, **macros}
 
 

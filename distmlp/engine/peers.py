@@ -50,7 +50,7 @@ class PeerSum:
         self._inside = inside
         self._state, self._world, self._ledger = state, world, state.ledger
         self._count = state.network.size + TALLY
-        special = state.plan.special
+        special = state.plan.joined or state.plan.special
         tallies = state.plan.blocks * TALLY  # one a block of the general kernel
         self._stride = max(self._count + tallies, getattr(special, "peer_words", 0))  # floats of an inbox
         self._opened: list[int] = []

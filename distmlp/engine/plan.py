@@ -74,6 +74,7 @@ class Plan:
     rows: int  # that the buffers hold
     layers: tuple[LayerPlan, ...]
     special: SpecialPlan | None = None  # instead of the general kernel
+    joined: SpecialPlan | None = None  # in its place once ranks sum inside the kernel, where that is another one
     head: Head | None = None  # instead of tiles of the output layer
     buffers: tuple[Buffer, ...] = field(default=(), repr=False)
 
@@ -128,7 +129,9 @@ def make_plan(task: Task, device: Device, kernel: str = "auto") -> Plan:
     """
     product = "FMA" if task.precision == "fp32" or not device.has_tensor_cores else task.precision.upper()
     network, rows = task.network, max(1, task.rows)
-    special = choose_special(task, device, kernel)
+    special, joined = choose_special(task, device, kernel), None
+    if getattr(special, "peers_only", False):
+        special, joined = None, special
     pairs = [(layer.fan_in, layer.fan_out) for layer in network.layers]
     shapes = shapes_for(product, device.capability, device.shared_bytes)
     multiprocessors = device.multiprocessors
@@ -144,7 +147,7 @@ def make_plan(task: Task, device: Device, kernel: str = "auto") -> Plan:
     plan = Plan(
         task, device, product, *tiles, shared, each * multiprocessors,
         max(special.batch_rows if special else rows, EVALUATION_ROWS), tuple(_layers(pairs, gradient_tile, splits)),
-        special, choose_head(pairs, rows, each * multiprocessors, shared),
+        special, joined, choose_head(pairs, rows, each * multiprocessors, shared),
     )  # fmt: skip
     plan = replace(plan, buffers=tuple(_buffers(plan)))
     if plan.memory_bytes > device.memory_bytes:
@@ -228,8 +231,8 @@ def _buffers(plan: Plan) -> list[Buffer]:
     if task.lane_rows:
         buffers.append(Buffer("lane_sums", task.lane_rows * (flat + TALLY * 4) + TALLY * 4, zeroed=True))
         buffers.append(Buffer("lanes", (MAX_STEPS + task.lane_rows) * 16))
-    if plan.special:
-        buffers += plan.special.buffers()
+    for special in (plan.special, plan.joined):
+        buffers += special.buffers() if special else ()
     for parity in range(2):
         buffers.append(Buffer(f"inputs{parity}", plan.rows * plan.layers[0].ld_in * element))
         if task.labels:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from distmlp.engine.plan_task import Buffer, Device, Task
+from distmlp.engine.tally import TALLY
 
 PANEL = 64  # columns
 PIECE_BYTES = PANEL * 128
@@ -39,6 +40,7 @@ class ChainPlan:
     raw_type: str
     mean: bool  # the average of the parameters is kept
     keeps_pairs: bool  # what slopes are told from takes 16 bits an output, not one
+    ranks: int
 
     name, path, source, entry = "chain", "wide", "chain.cu", "chain_steps"
     threads = 32 * WARPS
@@ -69,6 +71,16 @@ class ChainPlan:
             Buffer("chain_arrivals", (quarters + layers * (self.splits + 1) + 2) * 4),
         )
 
+    @property
+    def peer_words(self) -> int:
+        """Floats that a rank sends each other one in a step: see kernels/chain_ranks.cuh."""
+        biases = sum(map(_panels, self.widths[1:])) * PANEL
+        return self.tiles * 2 * GROUPS * PANEL * PANEL + biases + self.blocks * TALLY
+
+    def peer_macros(self) -> dict[str, str] | None:
+        """For a kernel that sums with the ranks of its host in a way of its own; None where there are none."""
+        return {"CHAIN_PEERS": "1", "CHAIN_BLOCKS": str(self.blocks)} if self.ranks > 1 else None
+
     def macros(self) -> dict[str, str]:
         """Compile-time definitions, see kernels/chain_shape.cuh."""
         return {
@@ -93,7 +105,6 @@ def plan_chain(task: Task, device: Device) -> ChainPlan | None:
     if (
         task.precision != "bf16"
         or device.capability != 90
-        or task.ranks > 1
         or rows < MIN_ROWS
         or each is None
         or not MIN_WIDTH <= max(widths) <= MAX_WIDTH
@@ -113,6 +124,7 @@ def plan_chain(task: Task, device: Device) -> ChainPlan | None:
     return ChainPlan(
         widths, task.network.activations, blocks, each, depth, stages, splits, _shared_bytes(widths, each, stages),
         task.raw_type, task.ema, len(hidden) != 1 or not hidden <= {"relu", "leaky_relu"},
+        task.ranks,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from distmlp.engine.plan_task import Buffer, Device, Task
+from distmlp.engine.tally import TALLY
 
 WARPS = 8
 MAX_ROWS = 128
@@ -22,6 +23,8 @@ TILE_BYTES = 512  # 16 x 16 bfloat16
 STATE_BYTES = 1024  # 16 x 16 float32
 STATIC_BYTES = 1024  # that the kernel declares itself
 RING = 3
+SLOTS = 8  # parts of what other ranks send
+MAX_ALL_TILES = 16  # of 16 rows, in the batches of all ranks together
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,37 @@ class ResidentPlan:
     blocks: int
     shared_bytes: int
     exchange_bytes: int
+    ranks: int
 
     name, path, source, entry = "resident", "wide", "resident.cu", "resident_steps"
     cluster = 1
     batch_rows = 0
     pays = True  # wherever it fits
     threads = 32 * WARPS
+
+    @property
+    def peers_only(self) -> bool:
+        """Ranks can only be joined inside the kernel, see kernels/resident_ranks.cuh."""
+        return self.ranks > 1
+
+    @property
+    def sent_bytes(self) -> int:
+        """To each other rank in a step: activations, errors and their sums by 16 rows, tallies of blocks."""
+        depths = [_depth(width) for width in self.widths]
+        return self.sharing.tiles * (TILE_BYTES * (sum(depths[:-1]) + sum(depths[1:])) + 64 * sum(depths[1:])) + (
+            self.blocks * TALLY * 4
+        )
+
+    @property
+    def peer_words(self) -> int:
+        """Floats of one of the two inboxes."""
+        return SLOTS // 2 * self.sent_bytes // 4
+
+    def peer_macros(self) -> dict[str, str] | None:
+        """For a kernel that sums with the ranks of its host in a way of its own; None where there are none."""
+        if self.ranks == 1:
+            return None
+        return {"RESIDENT_RANKS": str(self.ranks), "RESIDENT_SENT_BYTES": str(self.sent_bytes)}
 
     def macros(self) -> dict[str, str]:
         """Compile-time definitions, see kernels/resident_shape.cuh."""
@@ -86,7 +114,7 @@ def plan_resident(task: Task, device: Device) -> ResidentPlan | None:
     if (
         task.precision != "bf16"
         or not device.has_tensor_cores
-        or not task.updates_directly
+        or task.needs_norm
         or rows > MAX_ROWS
         or widths[-1] > MAX_OUTPUTS
         or len(widths) < 3
@@ -98,15 +126,16 @@ def plan_resident(task: Task, device: Device) -> ResidentPlan | None:
     patches = tuple(choose_patch(_depth(i), _depth(o), device.multiprocessors) for i, o in pairwise(widths))
     needed = [-(-_depth(i) // p) * -(-_depth(o) // q) for (i, o), (p, q) in zip(pairwise(widths), patches, strict=True)]
     blocks = max(sharing.blocks, *needed)
-    shared = _shared_bytes(widths, sharing, patches, 1 + len(task.slots) + task.ema)
+    shared = _shared_bytes(widths, sharing, patches, 1 + len(task.slots) + task.ema, task.ranks)
     if (
-        shared + STATIC_BYTES > device.shared_bytes
+        (task.ranks > 1 and sharing.tiles * task.ranks > MAX_ALL_TILES)
+        or shared + STATIC_BYTES > device.shared_bytes
         or _depth(widths[0]) * sharing.tiles > blocks * WARPS  # a warp takes one tile of the next batch
     ):
         return None
     return ResidentPlan(
         widths, task.network.activations, sharing, patches, task.raw_type, task.ema, blocks, shared,
-        _exchange_bytes(widths, sharing),
+        _exchange_bytes(widths, sharing), task.ranks,
     )  # fmt: skip
 
 
@@ -151,10 +180,12 @@ def _depth(width: int) -> int:
     return -(-width // 16)
 
 
-def _shared_bytes(widths: Sequence[int], sharing: Sharing, patches: Sequence[tuple[int, int]], states: int) -> int:
+def _shared_bytes(
+    widths: Sequence[int], sharing: Sharing, patches: Sequence[tuple[int, int]], states: int, ranks: int
+) -> int:
     hidden, outputs = len(widths) - 2, widths[-1]
     output_tiles, group_rows = -(-outputs // 8), 16 * sharing.group_tiles
-    staged = [out * sharing.tiles * TILE_BYTES for _, out in patches]
+    staged = [out * sharing.tiles * ranks * TILE_BYTES for _, out in patches]
     own = sharing.group_tiles * 2 * sharing.column_blocks
     shares = WARPS * max(own, sharing.group_tiles * output_tiles) * TILE_BYTES
     first = min(hidden, 2)

@@ -48,6 +48,8 @@ FAMILIES = {
     "bf16 passes": ((32, 128, 128, 128, 128, 16), 65536, "bf16", {}, "adam"),
     "bf16 sweep": ((64, *(128,) * 7, 16), 65536, "bf16", {}, "adam"),
     "bf16 narrow, several ranks": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
+    "bf16 chain, several ranks": ((256,) * 6, 4096, "bf16", {}, "adam"),
+    "bf16 resident, several ranks": ((100, 1000, 1000, 1000, 2), 32, "bf16", {}, "adam"),
     "tf32 several ranks": ((100, 500, 10), 32, "tf32", {}, "momentum"),
     "fp32 ranks, reproducible": ((100, 500, 10), 32, "fp32", {}, "sgd"),
 }

@@ -132,3 +132,15 @@ def test_splits_have_a_place_each() -> None:
 
 def test_structures_have_the_alignment_of_c() -> None:
     assert all(size % 8 == 0 for size in SIZES)
+
+
+def test_a_kernel_that_joins_ranks_only_inside_waits_for_them() -> None:
+    """Until then, and with other transports, another one trains; the memory of both is there."""
+    plan = make_plan(task(*PRESETS["seed-32"], ranks=2), DEVICES["H200"])
+    assert plan.kernel == "wide"
+    assert plan.joined is not None
+    assert plan.joined.name == "resident"
+    assert {buffer.name for buffer in plan.joined.buffers()} <= {buffer.name for buffer in plan.buffers}
+    assert make_plan(task(*PRESETS["seed-32"]), DEVICES["H200"]).joined is None
+    chain = make_plan(task(*PRESETS["mid256-4k"], ranks=2), DEVICES["H200"])
+    assert (chain.kernel, chain.joined) == ("chain", None)

@@ -41,13 +41,24 @@ def test_asks_for_no_more_than_there_is(widths: tuple[int, ...], rows: int) -> N
     ("widths", "rows", "changes"),
     [
         (MID, 999, {}), (MID, 8449, {}), ((100, 128, 100), 4096, {}), ((256, 2000, 256), 4096, {}),
-        (MID, 4096, {"ranks": 2}), (MID, 4096, {"precision": "tf32"}), (MID, 4096, {"device": A100}),
+        (MID, 4096, {"precision": "tf32"}), (MID, 4096, {"device": A100}),
         ((256, 256, 257), 4096, {"loss": "softmax_cross_entropy"}),
     ],
     ids=str,
 )  # fmt: skip
 def test_leaves_the_rest_to_others(widths: tuple[int, ...], rows: int, changes: dict) -> None:
     assert plan(widths, rows, **changes) is None
+
+
+def test_ranks_of_a_host_sum_every_pair_of_weights_and_a_tally_a_block() -> None:
+    alone, several = plan(MID, 4096), plan(MID, 4096, ranks=2)
+    assert alone is not None
+    assert several is not None
+    assert alone.peer_macros() is None
+    assert several.peer_macros() == {"CHAIN_PEERS": "1", "CHAIN_BLOCKS": "132"}
+    assert several.macros() == alone.macros()
+    assert several.peer_words == 5 * 256 * 256 + 5 * 256 + 132 * 8
+    assert several.peer_words % 4 == 0  # inboxes are of vectors
 
 
 @pytest.mark.parametrize(("rows", "each"), [(1000, 16), (2112, 16), (2113, 32), (4224, 32), (4225, 64), (8448, 64)])

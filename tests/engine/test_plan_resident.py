@@ -8,6 +8,7 @@ import pytest
 
 from distmlp.engine.optimizers import slot_names
 from distmlp.engine.plan_resident import (
+    MAX_ALL_TILES,
     MAX_OPERANDS,
     STATIC_BYTES,
     WARPS,
@@ -86,7 +87,7 @@ def test_state_of_all_weights_is_kept() -> None:
     ("widths", "rows", "changes"),
     [
         (SEED, 129, {}), ((100, 1000, 17), 32, {}), ((10, 2), 32, {}), ((3000, 8, 1), 32, {}), ((100, 2000, 2), 32, {}),
-        ((30, *(20,) * 16, 2), 48, {}), (SEED, 32, {"ema": True}), (SEED, 32, {"ranks": 2}),
+        ((30, *(20,) * 16, 2), 48, {}), (SEED, 32, {"ema": True}), (SEED, 32, {"ranks": 4}), (SEED, 65, {"ranks": 2}),
         (SEED, 32, {"needs_norm": True}), (SEED, 32, {"precision": "tf32"}), (SEED, 32, {"precision": "fp32"}),
         (SEED, 32, {"device": Device("T4", 75, 132, 232448, 1 << 34)}),
     ],
@@ -94,6 +95,29 @@ def test_state_of_all_weights_is_kept() -> None:
 )  # fmt: skip
 def test_leaves_the_rest_to_others(widths: tuple[int, ...], rows: int, changes: dict) -> None:
     assert plan(widths, rows, **changes) is None
+
+
+def test_ranks_of_a_host_send_what_gradients_are_made_of() -> None:
+    alone, several = plan(SEED, 32), plan(SEED, 32, ranks=2)
+    assert alone is not None
+    assert several is not None
+    assert alone.peer_macros() is None
+    assert several.peers_only
+    macros = several.peer_macros()
+    assert macros is not None
+    assert macros["RESIDENT_RANKS"] == "2"
+    features = 112 + 3 * 1008 + 3 * 1008 + 16
+    assert several.sent_bytes == 32 * 2 * features + 2 * 4 * (3 * 1008 + 16) + 128 * 8 * 4
+    assert several.peer_words % 4 == 0  # inboxes are of vectors
+    assert several.shared_bytes + STATIC_BYTES <= H200.shared_bytes
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_rows_of_all_ranks_are_bounded(ranks: int) -> None:
+    found = plan((64, 128, 1), 256 // ranks, ranks=ranks)
+    assert found is not None
+    assert found.sharing.tiles * ranks <= MAX_ALL_TILES
+    assert plan((64, 128, 1), 256 // ranks + 1, ranks=ranks) is None
 
 
 def test_fewer_slots_fit_where_more_do_not() -> None:

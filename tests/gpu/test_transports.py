@@ -34,9 +34,14 @@ NARROW = RANKED.but(
 SWEEP = NARROW.but(kernel="sweep", widths=(32, 128, 128, 16), batch=18_000, batches=2)
 BULK = NARROW.but(kernel="bulk", widths=(70, 300, 200, 16), batch=1500)
 PASSES = SWEEP.but(kernel="passes")
-CASES = [RANKED, RANKED.but(precision="bf16"), NARROW, SWEEP, BULK, PASSES]
+CHAIN = NARROW.but(kernel="chain", widths=(70, 200, 130, 16), batch=2000)  # of the last row one rank has none
+RESIDENT = RANKED.but(precision="bf16", kernel="resident")
+CASES = [RANKED, RANKED.but(precision="bf16"), NARROW, SWEEP, BULK, PASSES, CHAIN, RESIDENT]
 LARGE = RANKED.but(widths=(64, 512, 512, 16))  # four ranks add it up by parts
-FOUR_CASES = [RANKED, LARGE, LARGE.but(precision="bf16", kernel="bulk", batch=3000, batches=3), NARROW]
+FOUR_CASES = [
+    RANKED, LARGE, LARGE.but(precision="bf16", kernel="bulk", batch=3000, batches=3), NARROW, CHAIN.but(batch=4000),
+    RESIDENT,
+]  # fmt: skip
 CASES_OF_RANKS = [*((case, 2) for case in CASES), *((case, 4) for case in FOUR_CASES)]
 GPUS = len(list_gpus())
 TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
@@ -86,7 +91,9 @@ def run_ranks(
     return found
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=["fp32", "bf16", "narrow", "sweep", "bulk", "passes"])
+@pytest.mark.parametrize(
+    "number", range(len(CASES)), ids=["fp32", "bf16", "narrow", "sweep", "bulk", "passes", "chain", "resident"]
+)
 def test_trains_like_one_rank_with_the_same_bits_on_both(report, number):
     check_training(report["training"][number], LIMITS[CASES[number].precision])
 
@@ -98,7 +105,9 @@ def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return run_ranks(tmp_path_factory, "peer", *how, count=4) | {"several": request.param == "peer-hosts"}
 
 
-@pytest.mark.parametrize("number", range(len(FOUR_CASES)), ids=["small", "large", "bulk", "narrow"])
+@pytest.mark.parametrize(
+    "number", range(len(FOUR_CASES)), ids=["small", "large", "bulk", "narrow", "chain", "resident"]
+)
 def test_four_ranks_train_like_one(four, number):
     check_training(four["training"][number], LIMITS[FOUR_CASES[number].precision])
 
@@ -134,7 +143,7 @@ def test_sums_wait_for_the_kernel_that_writes(report):
 def run_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     random = np.random.default_rng(0)
-    inputs = random.standard_normal((600, 20)).astype("f4")
+    inputs = random.standard_normal((4400, 20)).astype("f4")
     with h5py.File(folder / "part.h5", "w") as file:
         file["inputs"], file["targets"] = inputs, np.sin(inputs[:, :4])
     path = folder / "run.toml"
@@ -186,6 +195,8 @@ def test_runs_end_well(run_toml, transport, settings):
         assert (again.returncode, again.stderr) == (0, ""), again.stderr
 
 
+FOR_RESIDENT = ["run.precision=bf16", "model.layers=[20,200,4]"]
+FOR_CHAIN = [*FOR_RESIDENT, "data.batch=4400"]
 ENDLESS = """
 import os, sys
 from pathlib import Path
@@ -203,13 +214,16 @@ train(RunConfig.load(sys.argv[1], settings, sys.argv[2]), world=world)
     [
         *(pytest.param(name, [], id=name, marks=TWO_GPUS) for name in ("nccl", "mpi", "staged", "peer", "auto")),
         *(pytest.param(name, ["run.share_gpu=true"], id=f"{name}-shared") for name in ("staged", "mpi", "peer")),
+        pytest.param("peer", FOR_RESIDENT, id="peer-resident", marks=TWO_GPUS),
+        pytest.param("peer", FOR_CHAIN, id="peer-chain", marks=TWO_GPUS),
     ],
 )
-def test_death_of_a_rank_ends_the_job(run_toml, transport, settings):
-    output = run_toml.parent / f"{transport}{len(settings)}-killed"
+def test_death_of_a_rank_ends_the_job(run_toml, tmp_path, transport, settings):
+    output = tmp_path / "killed"
     argv = [sys.executable, "-c", ENDLESS, str(run_toml), str(output), transport, *settings]
     offload = {} if WITHOUT_DEVICE_MPI.isdisjoint(argv) else NO_OFFLOAD
-    job = start_mpi(2, argv, env=SETTINGS | offload | ({"CUDA_VISIBLE_DEVICES": "0"} if settings else {}))
+    visible = {"CUDA_VISIBLE_DEVICES": "0"} if "run.share_gpu=true" in settings else {}
+    job = start_mpi(2, argv, env=SETTINGS | offload | visible)
     deadline = time.monotonic() + 60
     while not ((metrics := output / "metrics.jsonl").exists() and metrics.stat().st_size):
         if job.poll() is not None:

@@ -9,21 +9,25 @@
 //              -- a layer's weights wait for all that update them --
 //
 // Where magnitudes leave it open whether gradients are finite, and for clipping and LAMB, gradients go to the flat
-// buffer first (update.cuh). No sum depends on the order in which blocks run.
+// buffer first (update.cuh); so do those that other ranks are to add to between two launches. The ranks of one host add
+// theirs up inside the kernel (chain_ranks.cuh). No sum depends on the order in which blocks run.
 #include "chain_gradients.cuh"
 
 static_assert(PRODUCT == BF16, "operands are bfloat16");
 
-// Steps [begin, end) of the table. `apply_first` does not occur: gradients of other ranks are not for this kernel.
+// Steps [begin, end) of the table. `apply_first`: the gradient buffer holds the reduced gradient of step begin - 1.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(chain::BLOCK_THREADS, 1) chain_steps(
     const void* inputs, const float* targets, const int* labels, const float* weights, const u32* index, int begin,
-    int end, int, u8* pieces, u32* kept, float* column_sums, uint4* records, float4* partials, u32* arrivals) {
+    int end, int apply_first, u8* pieces, u32* kept, float* column_sums, uint4* records, float4* partials, u32* arrivals) {
     using namespace chain;
     if (threadIdx.x == 0) {
         context.raw = {inputs, targets, labels, weights, index};
         context.buffers = {pieces, kept, column_sums, records, partials, arrivals, arrivals + ARRIVALS,
                            arrivals + ARRIVALS + LAYERS * SPLITS + 1};
         context.blocks = context.blocks_of_split = context.fetches = 0;
+#if CHAIN_PEERS
+        begin_ranks();
+#endif
     }
     Control& control = *ENGINE.control;
     GridBarrier barrier(&control.barrier);
@@ -38,6 +42,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(chain::BL
     for (int i = blockIdx.x * BLOCK_THREADS + threadIdx.x; i < COUNTERS; i += gridDim.x * BLOCK_THREADS)
         arrivals[i] = 0;
     __syncthreads();
+#if SEVERAL_RANKS && !CHAIN_PEERS
+    if (apply_first && !progress.frozen) {
+        apply_gradient(begin - 1, barrier, progress);
+        barrier.wait();
+    }
+#endif
     publish_all();
     if (warp > FIRST_HELPER && begin < end) gather(begin, 0, 0);
     __syncthreads();
@@ -79,23 +89,38 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(chain::BL
                     await_all(rows);
                 }
                 __syncwarp();
+#if CHAIN_PEERS
+            }
+            join_ranks(s, progress.step, rows, done, parity);
+#else
                 prepare_update(s, progress.step, parity);
                 __syncwarp();
                 arrive(TOTALS_KNOWN, WORKERS + 32);
             }
             meet(HELPERS_MEET, 32 * HELPERS);
             update_biases(rows, parity);
+#endif
             meet(HELPERS_MEET, 32 * HELPERS);
             if (warp == FIRST_HELPER && lane_id() == 0) count_up(context.buffers.updated + LAYERS);
             if (fetches) await_inputs(ring);
             __syncwarp();
         }
         __syncthreads();
+#if CHAIN_PEERS
+        if (blockIdx.x == 0 && threadIdx.x == 0) end_ranks(done + 1);
+#endif
         if (context.sure[parity]) {
             ++progress.step;
             continue;
         }
+#if CHAIN_PEERS
+        if (!meet_unsure(s, barrier, progress)) continue;
+#elif SEVERAL_RANKS
+        if (ENGINE.deferred) continue;
         barrier.wait();
+#else
+        barrier.wait();
+#endif
         apply_gradient(s, barrier, progress);
         barrier.wait();
         publish_all();

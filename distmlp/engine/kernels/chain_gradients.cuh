@@ -1,7 +1,7 @@
 // Weight gradients of all layers over the whole grid, and their update. A pair of blocks sums one tile over one part of the batch;
 // then every part's block adds up its share of the tile over all parts, in their order, and updates it.
 #pragma once
-#include "chain_update.cuh"
+#include "chain_ranks.cuh"
 
 namespace chain {
 
@@ -104,9 +104,14 @@ __device__ __forceinline__ Ring sum_and_update(Ring ring, int rows, u32 done, in
     const Place place;
     const int half = place.group & 1, other = place.group >> 1;
     // Sums take the place of those of the step before, which others may still be adding up. Who has rows to sum has waited
-    // for operands that came after that; who has none gives zeros and waits for all blocks here.
+    // for operands that came after that; who has none gives zeros and waits: for all blocks, or, where a rank may have no
+    // rows at all, for what is updated from those sums.
+#if CHAIN_PEERS
+    bool met = false;
+#else
     bool met = Unit(blockIdx.x / BLOCKS_OF_PAIR, rank, rows).is_empty();
     if (met) meet(TOTALS_KNOWN, WORKERS + 32);
+#endif
 #pragma unroll 1
     for (int u = blockIdx.x / BLOCKS_OF_PAIR; u < TILES * SPLITS; u += gridDim.x / BLOCKS_OF_PAIR) {
         const Unit unit(u, rank, rows);
@@ -120,6 +125,12 @@ __device__ __forceinline__ Ring sum_and_update(Ring ring, int rows, u32 done, in
         // Inputs are the rows of the product, errors its columns; the block's own panels come first in a stage.
         const u32 a_at = ((turned ? 2 : 0) + half) * PIECE_BYTES, b_at = ((turned ? 0 : 2) + other) * PIECE_BYTES;
         float sums[32];
+#if CHAIN_PEERS
+        if (unit.is_empty()) {
+            if ((threadIdx.x & 127) == 0) await_update(unit.layer, done);
+            meet(GROUP_MEETS + place.group, 128);
+        }
+#endif
         multiply<8, true, true>(
             sums, ring, unit.to - unit.from, true, [&](u32 stage, int) { return stage + a_at; },
             [&](u32 stage, int) { return stage + b_at; });
@@ -131,8 +142,10 @@ __device__ __forceinline__ Ring sum_and_update(Ring ring, int rows, u32 done, in
             for (int j = 0; j < 8; ++j)
                 __stcg(mine + j * 128, make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]));
         }
+#if !CHAIN_PEERS
         if (!met) meet(TOTALS_KNOWN, WORKERS + 32);
         met = true;
+#endif
         if (!there) continue;
         meet(GROUP_MEETS + place.group, 128);
         if ((threadIdx.x & 127) == 0) {
@@ -141,10 +154,14 @@ __device__ __forceinline__ Ring sum_and_update(Ring ring, int rows, u32 done, in
         }
         meet(GROUP_MEETS + place.group, 128);
         const float2* const sums_of_parts = (const float2*)partials;
+#if CHAIN_PEERS
+        Exchange ranks = exchange_of(done);
+#else
         const Hyper h = context.hyper;
         const bool sure = context.sure[parity];
+#endif
 #pragma unroll 1
-        while (share.from < share.end) {
+        while (share.from < share.end || (CHAIN_PEERS && !met)) {
             float2 sum[AHEAD];
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) sum[i] = make_float2(0.f, 0.f);
@@ -162,6 +179,19 @@ __device__ __forceinline__ Ring sum_and_update(Ring ring, int rows, u32 done, in
 #pragma unroll
                     for (int j = 0; j < PARTS_AHEAD; ++j) sum[i].x += x[i][j].x, sum[i].y += x[i][j].y;
             }
+#if CHAIN_PEERS
+            int at[AHEAD];
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                at[i] = share.exists(part, i) ? quarter * 4096 + 2 * share.pair(i) : -1;
+                if (at[i] >= 0) send_pair(ranks, at[i], sum[i]);
+            }
+            if (!met) meet(TOTALS_KNOWN, WORKERS + 32);
+            met = true;
+            take_pairs(ranks, at, sum);
+            const Hyper h = context.hyper;
+            const bool sure = context.sure[parity];
+#endif
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
                 if (!share.exists(part, i)) continue;
@@ -176,6 +206,9 @@ __device__ __forceinline__ Ring sum_and_update(Ring ring, int rows, u32 done, in
             share.from += AHEAD * 128;
             if (share.from < share.end) states.load(part, share);
         }
+#if CHAIN_PEERS
+        remember(ranks);
+#endif
         fence_copies();
         meet(GROUP_MEETS + place.group, 128);
         if ((threadIdx.x & 127) == 0) count_up(buffers.updated + unit.layer);

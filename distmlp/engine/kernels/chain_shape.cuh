@@ -9,12 +9,18 @@
 //   CHAIN_DEPTH          steps of 64 rows in the buffers
 //   CHAIN_MEAN           whether the average of the parameters is kept
 //   CHAIN_SHARED_BYTES   dynamic shared memory
+//   CHAIN_PEERS          the ranks of a host sum inside the kernel: see chain_ranks.cuh; then
+//   CHAIN_BLOCKS         of the grid
 //
 // All matrices that products read are cut into panels of 64 columns (128 bytes a row, in the 128-byte swizzle of
 // `wgmma`), in device memory as in shared memory, so that plain bulk copies move them. A piece is 64 rows of a panel.
 #pragma once
 #include "network_shape.cuh"
 #include "params.cuh"
+
+#ifndef CHAIN_PEERS
+#define CHAIN_PEERS 0
+#endif
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 

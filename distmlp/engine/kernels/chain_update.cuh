@@ -2,9 +2,19 @@
 // read them.
 #pragma once
 #include "chain_passes.cuh"
+#define RANKS_SUMMED CHAIN_PEERS
 #include "update.cuh"
 
 namespace chain {
+
+// With other ranks a batch may have no rows here, and sums over the batch are added up eight times at most.
+#if CHAIN_PEERS
+#define LARGEST_SUM 1e37f
+#define COUNTS(weight) true
+#else
+#define LARGEST_SUM 1e38f
+#define COUNTS(weight) weight != 0.f
+#endif
 
 // What a batch came to; the same in every block.
 struct Totals {
@@ -29,8 +39,8 @@ __device__ __forceinline__ Totals collect(int rows) {
     loss = warp_sum(loss);
     weight = warp_sum(weight);
     const float a = __uint_as_float(__reduce_max_sync(~0u, activation)), e = __uint_as_float(__reduce_max_sync(~0u, error));
-    const float limit = 0.9f * fminf(largest_sum(weight), 1e38f), sum = e * (float)rows;
-    const bool sure = a * sum < limit && sum < limit && fabs(loss) < 1e30 && is_finite(weight) && weight != 0.f;
+    const float limit = 0.9f * fminf(largest_sum(weight), LARGEST_SUM), sum = e * (float)rows;
+    const bool sure = a * sum < limit && sum < limit && fabs(loss) < 1e30 && is_finite(weight) && COUNTS(weight);
     return {loss, weight, sure};
 }
 
@@ -45,7 +55,7 @@ __device__ __noinline__ void prepare_update(int s, u64 step, int parity) {
     const StepInfo info = ENGINE.steps[s];
     const Totals totals = collect(info.rows);
     if (lane_id() != 0) return;
-    const bool sure = totals.sure && OPTIMIZER != LAMB && !ENGINE.needs_norm;
+    const bool sure = totals.sure && OPTIMIZER != LAMB && !ENGINE.needs_norm && !(SEVERAL_RANKS && ENGINE.deferred);
     context.sure[parity] = sure;
     if (sure) set_hyper(context.hyper, info.rate, 1.f / totals.weight, step + 1);
     if (blockIdx.x != 0) return;

@@ -23,6 +23,9 @@ extern "C" __global__ void __launch_bounds__(resident::BLOCK_THREADS, 1) residen
     Control& control = *ENGINE.control;
     GridBarrier barrier(&control.barrier);
     Progress progress = {control.step, control.skipped, control.frozen != 0};
+#if RESIDENT_RANKS > 1
+    if (threadIdx.x == 0) begin_ranks();
+#endif
     if (threadIdx.x < 2) set_hyper(hyper[threadIdx.x], 0.f, 1.f, progress.step + 1);
     if (blockIdx.x == 0 && threadIdx.x < 4) ((u32*)(exchange + FLAGS_AT))[threadIdx.x] = 0;
     if (blockIdx.x == 0 && threadIdx.x < COUNTERS) *counter(exchange, threadIdx.x) = 0;
@@ -48,6 +51,9 @@ extern "C" __global__ void __launch_bounds__(resident::BLOCK_THREADS, 1) residen
     __syncthreads();
     move_weights<false>(exchange);
     move_few<false>(steps.place);
+#if RESIDENT_RANKS > 1
+    if (blockIdx.x == 0 && threadIdx.x == 0) end_ranks(steps.k);
+#endif
     if (blockIdx.x == 0 && threadIdx.x == 0) {  // all blocks have read them at the start
         control.step = progress.step;
         control.skipped = progress.skipped;

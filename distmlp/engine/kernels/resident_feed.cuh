@@ -87,6 +87,16 @@ struct Feed {
         __stcg((uint4*)(exchange + FIXED(activation_turned_at(0))) + at, transpose(operand));
         return large;
     }
+#if RESIDENT_RANKS > 1
+    // This step's part, as it was stored in the last one, to the other ranks: not before it is sure to be needed.
+    __device__ __forceinline__ uint4 recall(const u8* exchange, int step) const {
+        const int at = step % RING * (MATRIX_BYTES<0> / 16) + (block * TILES + tile) * 32 + lane_id();
+        return works() ? __ldcg((const uint4*)(exchange + FIXED(activation_turned_at(0))) + at) : make_uint4(0, 0, 0, 0);
+    }
+    __device__ __forceinline__ void send_recalled(int step, const uint4& v) const {
+        if (works()) send(step, FIXED(sent_activation_at(0)) + 16 * ((block * TILES + tile) * 32 + lane_id()), v);
+    }
+#endif
 };
 
 // What the loss needs of a row, by one thread each, a step ahead as well: weights of all rows, the rest of the group's.

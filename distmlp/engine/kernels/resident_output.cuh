@@ -86,7 +86,13 @@ __device__ __forceinline__ void store_output_errors(u8* exchange, int step, cons
     const int t = warp_id();
     if (t >= GROUP_TILES) return;
     u8* turned = exchange + FIXED(error_turned_at(LAYERS)) + (step & 1) * MATRIX_BYTES<LAYERS>;
+#if RESIDENT_RANKS > 1
+    const uint4 error = transpose(error_operand(t));
+    __stcg((uint4*)turned + place.tile(t) * 32 + lane_id(), error);
+    send(step, FIXED(sent_error_at(LAYERS)) + 16 * (place.tile(t) * 32 + lane_id()), error);
+#else
     __stcg((uint4*)turned + place.tile(t) * 32 + lane_id(), transpose(error_operand(t)));
+#endif
     if (lane_id() >= 16) return;
     float sum = 0.f;
     if (lane_id() < 8 * OUTPUT_TILES)
@@ -94,6 +100,9 @@ __device__ __forceinline__ void store_output_errors(u8* exchange, int step, cons
         for (int r = 0; r < 16; ++r) sum += shared<float>(OUTPUT_AT)[(16 * t + r) * OUTPUT_STRIDE + lane_id()];
     float* sums = (float*)(exchange + FIXED(sums_at(LAYERS)) + (step & 1) * FIXED(sums_bytes(LAYERS)));
     __stcg(sums + place.tile(t) * 16 + lane_id(), sum);
+#if RESIDENT_RANKS > 1
+    send(step, FIXED(sent_sums_at(LAYERS)) + 4 * (place.tile(t) * 16 + lane_id()), sum);
+#endif
 }
 
 // A pair of the error of the last hidden layer: `x`, `y` derivatives by its outputs, `kept` those outputs or the slopes.

@@ -1,6 +1,6 @@
 // Products of the resident kernel, sums over the warps of a block, and what leaves it of an error.
 #pragma once
-#include "resident_exchange.cuh"
+#include "resident_ranks.cuh"
 
 namespace resident {
 
@@ -68,7 +68,13 @@ __device__ __forceinline__ int column() { return 2 * (lane_id() & 3); }
 template <int I>
 __device__ __forceinline__ void store_error(u8* exchange, int step, int group, int tile, const float4& v, u32 upper, u32 lower) {
     u8* turned = exchange + FIXED(error_turned_at(I)) + (step & 1) * MATRIX_BYTES<I>;
+#if RESIDENT_RANKS > 1
+    const u32 upper_turned = transpose(upper), lower_turned = transpose(lower);
+    store_half(turned, group, tile, upper_turned, lower_turned);
+    send_half(step, FIXED(sent_error_at(I)), group, tile, upper_turned, lower_turned);
+#else
     store_half(turned, group, tile, transpose(upper), transpose(lower));
+#endif
     float2 sum = make_float2(v.x + v.z, v.y + v.w);
 #pragma unroll
     for (int mask = 4; mask < 32; mask <<= 1) {
@@ -77,6 +83,10 @@ __device__ __forceinline__ void store_error(u8* exchange, int step, int group, i
     }
     float* sums = (float*)(exchange + FIXED(sums_at(I)) + (step & 1) * FIXED(sums_bytes(I)));
     if (lane_id() < 4) __stcg((float2*)(sums + tile * (16 * DEPTH<I>) + 8 * group + column()), sum);
+#if RESIDENT_RANKS > 1
+    if (lane_id() < 4)
+        send(step, FIXED(sent_sums_at(I)) + 4 * (tile * (16 * DEPTH<I>) + 8 * group + column()), written_word(sum.x), written_word(sum.y));
+#endif
 }
 
 }  // namespace resident

@@ -8,6 +8,8 @@
 //   RESIDENT_PATCH_IN, RESIDENT_PATCH_OUT  blocks of 16 inputs and outputs in a patch of a layer's weights, one per layer
 //   RESIDENT_MEAN    1: the average of the parameters is kept, too
 //   RESIDENT_SHARED_BYTES, RESIDENT_EXCHANGE_BYTES  the same sums as here, for comparison
+//   RESIDENT_RANKS   of a host that train together, see resident_ranks.cuh (default: 1); then
+//   RESIDENT_SENT_BYTES  of a step, to each of them
 //
 // Activation i is the input of layer i (0: the batch), error i the loss's derivative by its pre-activation (i > 0; LAYERS: the
 // network's output). Matrices (rows, features) and weights (outputs, inputs) are exchanged in tiles of 16 x 16 as a
@@ -16,6 +18,10 @@
 #pragma once
 #include "network_shape.cuh"
 #include "optimizers.cuh"
+
+#ifndef RESIDENT_RANKS
+#define RESIDENT_RANKS 1
+#endif
 
 namespace resident {
 
@@ -28,6 +34,7 @@ constexpr int GROUPS = RESIDENT_GROUPS, GROUP_TILES = RESIDENT_GROUP_TILES, GROU
 constexpr int TILES = GROUPS * GROUP_TILES, ROWS = 16 * TILES;
 constexpr int COLUMN_BLOCKS = RESIDENT_COLUMN_BLOCKS, COLUMNS = 16 * COLUMN_BLOCKS;
 constexpr int TILE_BYTES = 512;
+constexpr int RANKS = RESIDENT_RANKS, ALL_TILES = RANKS * TILES;  // of the rows of all ranks
 
 SHAPE_FN int divided(int n, int by) { return (n + by - 1) / by; }
 SHAPE_FN int depth(int i) { return divided(width(i), 16); }  // blocks of 16 features of activation i
@@ -70,7 +77,7 @@ SHAPE_FN int state_at(int layer) {
 }
 // Every warp's share of sums: (warp, tile, lane) float4; at other times errors that patches are multiplied with.
 constexpr int SHARE_TILES = GROUP_TILES * (2 * COLUMN_BLOCKS > OUTPUT_TILES ? 2 * COLUMN_BLOCKS : OUTPUT_TILES);
-SHAPE_FN int staged_bytes(int layer) { return patch_out(layer) * TILES * TILE_BYTES; }
+SHAPE_FN int staged_bytes(int layer) { return patch_out(layer) * ALL_TILES * TILE_BYTES; }
 SHAPE_FN int staged_bytes(int from, int to) {
     int at = 0;
     for (int i = from; i < to; ++i) at += staged_bytes(i);
@@ -159,7 +166,7 @@ constexpr int WEIGHT_BYTES = weight_bytes(L);
 SHAPE_FN int exponent(int n) { return n <= 1 ? 0 : 1 + exponent((n + 1) / 2); }
 constexpr int LARGE_ACTIVATION = 12, LARGE_ERROR = 6;
 SHAPE_FN int large_weight() {  // a power of two, as the others
-    int left = 60 - LARGE_ACTIVATION - LARGE_ERROR - exponent(ROWS);
+    int left = 60 - LARGE_ACTIVATION - LARGE_ERROR - exponent(RANKS * ROWS);
     for (int l = 1; l < LAYERS; ++l) left -= exponent(width(l + 1)) + 1;
     return left / HIDDEN < 20 ? left / HIDDEN : 20;
 }

@@ -81,12 +81,18 @@ struct Steps {
     // The next step's batch to its place, the loads of the one after it under way.
     __device__ __forceinline__ void feed_next() {
         forget_addresses();
+#if RESIDENT_RANKS > 1
+        const uint4 own_batch = feed.recall(exchange, k);
+#endif
         doubt |= doubt_next;
         doubt_next = feed.store(exchange, (k + 1) % RING);
         feed.load(raw);
         feed.pick(raw, info(3));
         wanted.load(raw);
         wanted.pick(raw, info(1));
+#if RESIDENT_RANKS > 1
+        feed.send_recalled(k, own_batch);
+#endif
     }
 
     // Addresses are worked out again behind it: kept from step to step, they would take the registers of operands.
@@ -137,7 +143,13 @@ struct Steps {
                     pack_pair(slope.z, slope.w));
             __syncwarp();
             u8* turned = exchange + FIXED(activation_turned_at(L + 1)) + (k & 1) * MATRIX_BYTES<L + 1>;
+#if RESIDENT_RANKS > 1
+            const u32 upper_turned = transpose(upper), lower_turned = transpose(lower);
+            store_half(turned, group, tile, upper_turned, lower_turned);
+            send_half(k, FIXED(sent_activation_at(L + 1)), group, tile, upper_turned, lower_turned);
+#else
             store_half(turned, group, tile, transpose(upper), transpose(lower));
+#endif
         }
         __syncthreads();  // shares will be written again
     }
@@ -231,9 +243,13 @@ struct Steps {
     __device__ __forceinline__ void report(int s) {
         if (s == reported) return;
         if (blockIdx.x == 0 && warp_id() == WARPS - 1) {
+#if RESIDENT_RANKS > 1
+            const double sum = ranks_seen.agreed[TALLY_LOSS];
+#else
             double sum = 0.;
             for (int i = lane_id(); i < LOSSES; i += 32) sum += __ldcg(losses(k - 1) + i);
             sum = warp_sum(sum);
+#endif
             if (lane_id() == 0) ENGINE.results[s - 1] = StepResult{sum, weight, status};
         }
         reported = s;
@@ -325,7 +341,11 @@ struct Steps {
         copy_wait<0>();
         __syncthreads();
         bool bad = update_all(look);
+#if RESIDENT_RANKS > 1
+        bad |= !is_finite(ranks_seen.agreed[TALLY_LOSS]);
+#else
         bad |= !is_finite((float)block_sum((double)loss));
+#endif
         if (bad) atomicOr(not_finite(k), 1u);
         barrier.wait();
         bad = __ldcg(not_finite(k)) != 0 || !is_finite(weight);
@@ -337,6 +357,27 @@ struct Steps {
         tell_ready(TOP_READY);
         return true;
     }
+
+#if RESIDENT_RANKS > 1
+    // What the ranks say of the step, in two parts: `loss` and `weight` become those of all. Returns whether all are sure.
+    float tally = 0.f;
+    __device__ __forceinline__ void say(bool sure) {
+        if (warp_id() > 0) return;
+        double sum = 0.;
+        for (int i = lane_id(); i < LOSSES; i += 32) sum += __ldcg(losses(k) + i);
+        tally = send_tally(k, warp_sum(sum), weight, info().rows, sure);
+    }
+    __device__ __forceinline__ bool hear() {
+        if (warp_id() == 0) take_tally(k, tally);
+        __syncwarp();
+        __syncthreads();
+        weight = ranks_seen.agreed[TALLY_WEIGHT];
+        scale = 1.f / weight;
+        return !failed() && ranks_seen.agreed[UNSURE] == 0.f && weight >= 0.0625f && weight < 1e30f;
+    }
+    // A rank could not take part.
+    __device__ __forceinline__ bool failed() const { return ranks_seen.agreed[TALLY_STOP + 1] != 0.f; }
+#endif
 
     __device__ __forceinline__ void step(int s) {
         forward<0>();
@@ -358,6 +399,30 @@ struct Steps {
         Gradient<0> bottom;
         Gradient<AT_ONCE - 1> top;
         bottom.ask_inputs(exchange, k);
+#if RESIDENT_RANKS > 1
+        clear_sent(k);
+        say(!await());
+        forget_addresses();
+        if (blockIdx.x == 0 && threadIdx.x == 0) *not_finite(k + 3) = 0u;  // of the last step
+        bottom.stage_errors(exchange, k, 0);
+        if (AT_ONCE > 1) {
+            top.ask_inputs(exchange, k);
+            top.stage_errors(exchange, k, FIXED(staged_bytes(0)));
+        }
+        bias.ask(exchange, k);
+        bool finite = true;
+        // Where a rank is lost, it goes on.
+        const bool sure = (hear() | *(volatile u32*)&ranks_seen.lost) || !meet_unsure(barrier);
+        if (!sure && failed()) {
+            copy_wait<0>();
+            progress.frozen = true;
+            status = NOT_RUN;
+            ++k;
+            return;
+        }
+        if (sure) {
+            ++progress.step;
+#else
         const bool sure = !await() && weight >= 0.0625f && weight < 1e30f;
         forget_addresses();
         if (blockIdx.x == 0 && threadIdx.x == 0) *not_finite(k + 3) = 0u;  // of the last step
@@ -370,6 +435,7 @@ struct Steps {
                 top.ask_inputs(exchange, k);
             }
             ++progress.step;
+#endif
             ++updates;
             bias.update(update_of(k));
             copy_wait<0>();

@@ -165,6 +165,34 @@ struct Gradient {
             for (int t = 0; t < TILES; ++t)
                 to[t] = __ldcg((const uint4*)turned + ((patch.in + P::in_of(i)) * TILES + t) * 32 + lane_id());
     }
+#if RESIDENT_RANKS > 1
+    // Those of the other ranks.
+    __device__ __forceinline__ void take_inputs(int step, int i, uint4 (&others)[OTHERS * TILES]) const {
+        const int at = FIXED(sent_activation_at(L)) + 16 * ((patch.in + P::in_of(i)) * TILES * 32 + lane_id());
+        const u8* from[OTHERS];
+        for_other_ranks([&](int other, int r) { from[other] = slot(PEERS.rank, r, step) + at; });
+        take(others, [&](int n) { return from[n / TILES] + n % TILES * TILE_BYTES; });
+        __syncwarp();
+    }
+    // The others' errors beside the own ones, (rank, output block, row tile).
+    __device__ __forceinline__ void take_errors(int step, int scratch) const {
+        constexpr int EACH = TILES * 32, COUNT = divided(P::OUT * EACH, BLOCK_THREADS);
+        if (!patch.exists) return;
+        for_other_ranks([&](int, int r) {
+            const u8* from = slot(PEERS.rank, r, step) + FIXED(sent_error_at(L + 1)) + 16 * patch.out * EACH;
+            const auto place = [&](int i) {
+                const int at = threadIdx.x + i * BLOCK_THREADS;
+                return at < P::OUT * EACH && patch.out + at / EACH < DEPTH<L + 1> ? at : -1;
+            };
+            uint4 v[COUNT];
+            take(v, [&](int i) { return place(i) < 0 ? nullptr : from + 16 * place(i); });
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i)
+                if (place(i) >= 0) shared<uint4>(SCRATCH_AT + scratch)[r * P::OUT * EACH + place(i)] = v[i];
+        });
+        __syncwarp();
+    }
+#endif
     __device__ __forceinline__ void ask_inputs(const u8* exchange, int step) {
         if constexpr (AHEAD)
 #pragma unroll
@@ -176,8 +204,16 @@ struct Gradient {
         if (patch.exists)
             for (int i = threadIdx.x; i < P::OUT * EACH; i += BLOCK_THREADS)
                 if (patch.out + i / EACH < DEPTH<L + 1>)
+#if RESIDENT_RANKS > 1
+                    copy_async(
+                        shared<uint4>(SCRATCH_AT + scratch) + PEERS.rank * P::OUT * EACH + i,
+                        (const uint4*)turned + patch.out * EACH + i, true);
+        copy_commit();
+        take_errors(step, scratch);
+#else
                     copy_async(shared<uint4>(SCRATCH_AT + scratch) + i, (const uint4*)turned + patch.out * EACH + i, true);
         copy_commit();
+#endif
     }
     // Returns whether a new weight is large, or with a limit a sum is not below it.
     __device__ __forceinline__ bool update(u8* exchange, const Update& update, int scratch) {
@@ -189,17 +225,36 @@ struct Gradient {
             if (!patch.has_in(i)) break;
             uint4(&a)[TILES] = inputs[AHEAD ? i : 0];
             if (!AHEAD) load(exchange, update.step, i, a);
+#if RESIDENT_RANKS > 1
+            uint4 others[OTHERS * TILES];
+            take_inputs(update.step, i, others);
+#endif
 #pragma unroll 1
             for (int j = 0; j < P::OUT_TURNS; ++j) {
                 if (!patch.has_out(j)) break;
                 const uint4* errors = shared<uint4>(SCRATCH_AT + scratch) + P::out_of(j) * TILES * 32 + lane_id();
                 float4 sum[2] = {zeros(), zeros()};
+#if RESIDENT_RANKS > 1
+#pragma unroll
+                for (int r = 0; r < RANKS; ++r)
+#pragma unroll
+                    for (int t = 0; t < TILES; ++t) {
+                        uint4 of_others[OTHERS];
+#pragma unroll
+                        for (int other = 0; other < OTHERS; ++other) of_others[other] = others[other * TILES + t];
+                        const uint4 x = of_rank(r, a[t], of_others), e = errors[(r * P::OUT * TILES + t) * 32];
+                        const uint4 e_turned = make_uint4(e.x, e.z, e.y, e.w);
+                        multiply(sum[0], e_turned, x.x, x.y);
+                        multiply(sum[1], e_turned, x.z, x.w);
+                    }
+#else
 #pragma unroll
                 for (int t = 0; t < TILES; ++t) {
                     const uint4 e = errors[t * 32], e_turned = make_uint4(e.x, e.z, e.y, e.w);
                     multiply(sum[0], e_turned, a[t].x, a[t].y);
                     multiply(sum[1], e_turned, a[t].z, a[t].w);
                 }
+#endif
                 if (update.limit != 0.f) {
                     found |= beyond(sum[0], update.limit) || beyond(sum[1], update.limit);
                     continue;
@@ -236,10 +291,24 @@ struct Gradient {
 struct Bias {
     int place, from, bytes;  // -1: none; sums of its error
     float parts[TILES];
+#if RESIDENT_RANKS > 1
+    float others[OTHERS * TILES];
+    int sent;  // those of the other ranks
+
+    template <int I = 1>
+    static __device__ __forceinline__ int sent_place(int from) {
+        if constexpr (I < LAYERS)
+            if (from >= FIXED(sums_at(I + 1))) return sent_place<I + 1>(from);
+        return from - FIXED(sums_at(I)) + FIXED(sent_sums_at(I));
+    }
+#endif
 
     __device__ __forceinline__ explicit Bias(const Place& of_block) : place(-1) {
         if (number() < FEW)
             for_few(of_block, number(), [&](int, int at, int size) { place = number(), from = at, bytes = size; });
+#if RESIDENT_RANKS > 1
+        if (place >= 0) sent = sent_place(from);
+#endif
     }
     static __device__ __forceinline__ int number() { return BLOCK_THREADS - 1 - threadIdx.x; }
     __device__ __forceinline__ void ask(const u8* exchange, int step) {
@@ -247,12 +316,30 @@ struct Bias {
         if (place >= 0)
 #pragma unroll
             for (int t = 0; t < TILES; ++t) parts[t] = __ldcg(sums + t * (bytes / (4 * TILES)));
+#if RESIDENT_RANKS > 1
+        if (place >= 0)
+            take(others, [&](int n) {
+                return slot(PEERS.rank, other_rank(n / TILES), step) + sent + n % TILES * (bytes / TILES);
+            });
+        __syncwarp();
+#endif
     }
     __device__ __forceinline__ bool update(const Update& update) {
         if (place < 0) return false;
+#if RESIDENT_RANKS > 1
+        float sum = 0.f;
+#pragma unroll
+        for (int n = 0; n < ALL_TILES; ++n) {
+            float of_others[OTHERS];
+#pragma unroll
+            for (int other = 0; other < OTHERS; ++other) of_others[other] = others[other * TILES + n % TILES];
+            sum += of_rank(n / TILES, parts[n % TILES], of_others);
+        }
+#else
         float sum = parts[0];
 #pragma unroll
         for (int t = 1; t < TILES; ++t) sum += parts[t];
+#endif
         if (update.limit != 0.f) return !(fabsf(sum) < update.limit);
         Hyper h = *update.hyper;
         h.scale = update.scale;

@@ -8,6 +8,9 @@
 #ifndef MAX_UPDATE_LAYERS  // a kernel for fewer layers may have little shared memory to spare
 #define MAX_UPDATE_LAYERS MAX_LAYERS
 #endif
+#ifndef RANKS_SUMMED  // whether the flat gradient is already that of all ranks
+#define RANKS_SUMMED 0
+#endif
 struct Progress {  // the same in every block, at every moment between two barriers
     u64 step;
     u32 skipped;
@@ -147,7 +150,7 @@ __device__ RARELY void apply_gradient(int s, GridBarrier& barrier, Progress& pro
     Flags& flags = ENGINE.control->flags[s & 1];
     const float* tally = ENGINE.gradient + ENGINE.size;
     Scan scan;
-    const bool peers = SEVERAL_RANKS && ENGINE.needs_norm == PEERS_SUM;
+    const bool peers = SEVERAL_RANKS && !RANKS_SUMMED && ENGINE.needs_norm == PEERS_SUM;
     if (peers) exchange_gradient(scan);
     else scan_gradient(scan);
     scan.finish(flags);
