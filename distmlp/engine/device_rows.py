@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import cupy
@@ -34,8 +34,9 @@ class OwnRows:
     def __init__(self, order: Order, streams: range) -> None:
         self.order, self.streams = order, streams
         self.count = len(order.owned_rows(streams))
+        self.bounds = lru_cache(maxsize=64)(self._bounds)  # asked for several times a launch, the same every epoch
 
-    def bounds(self, first: int, count: int) -> NDArray:
+    def _bounds(self, first: int, count: int) -> NDArray:
         """Own rows before each of batches `first` to `first + count`, int64 (count + 1,): batch i has those between."""
         positions = np.minimum(np.arange(first, first + count + 1) * self.order.batch, self.order.rows)
         full, partial = np.divmod(positions, self.order.streams)
@@ -119,6 +120,7 @@ class ResidentRows:
 
     def __init__(self, feed: Feed, targets: Affine, own: OwnRows, ledger: Ledger, capability: int) -> None:
         self._own, self._epoch, self._ledger = own, -1, ledger
+        self._ends_epoch = False
         if hasattr(feed, "read_own"):
             parts = HostParts(feed.shards.empty(1), targets).items()
             buffers = [Buffer(name, own.count * part.nbytes) for name, part in parts]
@@ -176,17 +178,26 @@ class ResidentRows:
     def prepare(self, epoch: int, numbers: range) -> tuple[RawPlace, NDArray]:
         """Where the rows of batches `numbers` are; `first` of each in the index table."""
         if epoch != self._epoch:
-            order, streams = self._own.order, self._own.streams
+            self._fill(epoch)
+        self._ends_epoch = numbers.stop == self._own.order.batches_per_epoch
+        return self.place, self._own.bounds(numbers.start, len(numbers))[:-1]
+
+    def _fill(self, epoch: int) -> None:
+        """The index table of `epoch`, behind whatever is queued."""
+        order, streams = self._own.order, self._own.streams
+        if order.shuffle or self._epoch < 0:
             self._fill_index(
                 np.int64(order.rows), np.uint64(order.seed), np.int32(order.streams), np.int32(order.shuffle),
                 np.int32(streams.start), np.int32(len(streams)), np.uint32(epoch & 0xFFFFFFFF),
                 np.int64(self._own.count), np.uint64(self.place.arena.address("index")),
             )  # fmt: skip
-            self._epoch = epoch
-        return self.place, self._own.bounds(numbers.start, len(numbers))[:-1]
+        self._epoch = epoch
 
     def meanwhile(self) -> None:
-        """While the launch runs."""
+        """While the launch runs: the next epoch's table, so that its first launch need not wait for one."""
+        if self._ends_epoch:
+            self._fill(self._epoch + 1)
+            self._ends_epoch = False
 
     def launched(self) -> None:
         """The launch that reads what `prepare` gave is queued."""

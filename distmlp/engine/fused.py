@@ -84,6 +84,9 @@ class FusedEngine:
         self._uneven = False  # ranks may have to take different numbers of steps a launch
         self._seconds = 0.0  # a step of the last launch
         self._before = pinned(layout.STEP_RESULT.itemsize).view(layout.STEP_RESULT)  # what came of the step before
+        self._table = pinned(MAX_STEPS * layout.STEP_INFO.itemsize).view(layout.STEP_INFO)
+        self._came = pinned(MAX_STEPS * layout.STEP_RESULT.itemsize).view(layout.STEP_RESULT)
+        self._there = cupy.cuda.Event(disable_timing=True)  # recorded behind the copy to `_came`
         if self._lanes and world.size == 1:
             self._reduction, _ = open_reduction("none", self._state, world)
         self._passes = _DevicePasses(self._state, config, network, standardization)
@@ -126,7 +129,7 @@ class FusedEngine:
         communicated = self._communicated
         self._state.prepare_training()
         report = StepReport(np.empty(0), np.empty(0))
-        parts = [np.empty(0, layout.STEP_RESULT)]
+        parts: list[NDArray] = []
         train = self._train_reduced if self._reduction else self._train_peers if self._peers else self._train_alone
         done = 0
         while done < len(rates) and report.nonfinite is None and not report.stopped:
@@ -140,7 +143,7 @@ class FusedEngine:
             parts.append(results)
             done += len(results)
         self._ledger.steps += done
-        _fill(report, np.concatenate(parts))
+        _fill(report, parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, layout.STEP_RESULT), *parts]))
         report.wait_seconds = feed.wait_seconds - waited
         report.communication_seconds = self._communicated - communicated
         return report
@@ -178,6 +181,7 @@ class FusedEngine:
             self._state.train_steps(place.arguments, done, done + count, False)
             rows.launched()
             done += count
+        self._queue_results(done)
         rows.meanwhile()
         results = self._results(done)
         self._pace((perf_counter() - started) / done)
@@ -203,6 +207,8 @@ class FusedEngine:
         self._state.train_steps(arguments, 0, len(rates), False)
         if fault is None:
             rows.launched()
+        self._queue_results(len(rates))
+        if fault is None:
             rows.meanwhile()
         with world.inside("all_reduce"):
             results = self._results(len(rates))
@@ -244,12 +250,14 @@ class FusedEngine:
             if reduction.tally[tally.FAILED]:
                 world.agree(partial(_raise, fault), f"batch {number} of epoch {epoch}")
             if done and self._before["status"][0] == layout.NOT_FINITE:
+                self._queue_results(done)
                 return self._results(done), False  # every rank saw the same sums
             done += 1
             if reduction.tally[tally.STOP]:
                 break
         stopped = bool(reduction.tally[tally.STOP])
         self._state.train_steps(NO_ROWS, done * each, done * each, True)
+        self._queue_results(done)
         return self._results(done), stopped
 
     def _put_steps(self, first: int, rates: NDArray, firsts: NDArray, at: int = 0, own: bool = True) -> None:
@@ -260,15 +268,21 @@ class FusedEngine:
         if self._lanes:
             firsts, counts = self._lanes.split(bounds, firsts)
             each = self._lanes.count
-        table = np.zeros(len(counts), layout.STEP_INFO)
+        table = self._table[at * each : at * each + len(counts)]  # every launch of a call has its own part
         table["rate"], table["first"], table["rows"] = np.repeat(rates, each), firsts, counts if own else 0
         self._ledger.upload(self._state.arena.address("steps") + at * each * layout.STEP_INFO.itemsize, table)
 
+    def _queue_results(self, count: int) -> None:
+        """Have what came of the first `count` steps of this call copied behind all that is queued."""
+        each = self._lanes.count if self._lanes else 1
+        self._ledger.start_download(self._state.arena.address("results"), self._came[: count * each])
+        self._there.record(self._ledger.stream)
+
     def _results(self, count: int) -> NDArray:
+        """What `_queue_results` has asked for, once it is there."""
+        self._there.synchronize()
         each = self._lanes.count if self._lanes else 1  # the last entry of a step is that of the update
-        results = np.empty(count * each, layout.STEP_RESULT)
-        self._ledger.download(self._state.arena.address("results"), results)
-        return results[each - 1 :: each]
+        return self._came[each - 1 : count * each : each].copy()
 
     def predict(self, inputs: NDArray) -> NDArray:
         return self._passes.predict([], inputs)
@@ -286,7 +300,7 @@ class FusedEngine:
             if joined:
                 joined.close()
         self._rows = self._reduction = self._peers = None
-        self._before = self._before.copy()
+        self._before, self._table, self._came = self._before.copy(), self._table.copy(), self._came.copy()
         self._state.arena.free()
         cupy.get_default_memory_pool().free_all_blocks()
         cupy.get_default_pinned_memory_pool().free_all_blocks()
