@@ -1,13 +1,14 @@
 """CUDA sources → cubin with NVRTC, kept on disk.
 
-A cubin is found by the hash of all sources, the options and the compiler's version. Many ranks may compile the same
-one at once: each writes a file of its own and renames it.
+A cubin is found by the hash of the sources that it is made of, the options and the compiler's version. Many ranks may
+compile the same one at once: each writes a file of its own and renames it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -17,6 +18,7 @@ from typing import NamedTuple, TypeVar
 from distmlp.errors import SystemUnfitError
 
 KERNELS = Path(__file__).parent / "kernels"
+INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 MESSAGE_LINES = 12  # of a compiler's complaint
 T = TypeVar("T")
 
@@ -113,13 +115,23 @@ def _sources() -> dict[str, str]:
     return {path.name: path.read_text("utf-8") for path in paths}
 
 
+def _reached(source: str) -> dict[str, str]:
+    """Text of `source` and of what it includes: a change elsewhere compiles nothing of it again."""
+    texts, waiting = {}, [source]
+    while waiting:
+        if (name := waiting.pop()) not in texts:
+            texts[name] = _sources()[name]
+            waiting += INCLUDE.findall(texts[name])
+    return dict(sorted(texts.items()))
+
+
 def _options(macros: Mapping[str, str], capability: int) -> tuple[str, ...]:
     return "-std=c++17", f"-arch={architecture(capability)}", *(f"-D{k}={v}" for k, v in sorted(macros.items()))
 
 
 def _key(source: str, options: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
-    for part in (version(), source, *options, *(part for item in _sources().items() for part in item)):
+    for part in (version(), source, *options, *(part for item in _reached(source).items() for part in item)):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:40]
 
@@ -131,7 +143,7 @@ def _machine_code(nvrtc, program) -> bytes:  # type: ignore[no-untyped-def]
 def _compile(source: str, options: tuple[str, ...], take: Callable[..., T]) -> T:
     """What `take` takes from the compiled program."""
     nvrtc = _nvrtc()
-    headers = {name.encode(): text.encode() for name, text in _sources().items() if name.endswith(".cuh")}
+    headers = {name.encode(): text.encode() for name, text in _reached(source).items() if name != source}
     program = nvrtc.createProgram(_sources()[source], source, tuple(headers.values()), tuple(headers))
     try:
         nvrtc.compileProgram(program, options)

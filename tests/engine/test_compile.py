@@ -199,6 +199,18 @@ def test_cache_answers_without_the_compiler(tmp_path: Path, monkeypatch: pytest.
     assert compiler.cubin("order.cu", {}, 90) == first
 
 
+def test_another_kernels_sources_compile_nothing_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sources = compiler._sources()
+    assert set(compiler._reached("order.cu")) == {"order.cu", "order.cuh"}
+    code = compiler.cubin("order.cu", {}, 80)
+    for changed, again in (("wide.cu", 0), ("order.cuh", 1)):
+        other = {**sources, changed: sources[changed] + "\n// another\n"}
+        monkeypatch.setattr(compiler, "_sources", lambda other=other: other)
+        assert len(compiler.cubin("order.cu", {}, 80)) == len(code)
+        assert len(list(tmp_path.rglob("*.cubin"))) == 1 + again
+
+
 def test_damaged_cache_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = compiler.cubin("order.cu", {}, 90)
