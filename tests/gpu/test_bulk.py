@@ -19,6 +19,7 @@ from gpu.checks import (
 )
 
 from distmlp.engine.layout import ACTIVATIONS
+from distmlp.engine.plan_bulk import TILE_M
 
 pytestmark = hopper_only
 
@@ -122,6 +123,22 @@ def test_takes_over_another_state() -> None:
     for each in (engine, other):
         each.train(0, 0, rates(2))
     assert bits(engine) == bits(other)
+
+
+def test_counters_wrap() -> None:
+    """Shares of tiles meet at counters that only grow: past 2^32 after some hundred million steps."""
+    engine, fresh = CASES[1].fused(), CASES[1].fused()
+    plan, state = engine.plan.special, engine._state
+    assert plan.splits > 1
+    steps = 2**32 // plan.splits - 1
+    size = next(buffer.size_bytes for buffer in plan.buffers() if buffer.name == "bulk_words")
+    words = np.zeros(size // 4, np.uint32)  # as `memory` in bulk.cu has them: flags and steps, announcements, arrivals
+    words[1] = steps
+    words[8 + 2 * (2 * len(plan.widths) - 3) * plan.rows // TILE_M :] = steps * plan.splits
+    state.ledger.upload(state.arena.address("bulk_words"), words)
+    for each in (engine, fresh):
+        each.train(0, 0, rates(4))
+    assert bits(engine) == bits(fresh)
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["direct", "norm"])
