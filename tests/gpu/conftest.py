@@ -149,7 +149,21 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         "failed": counts["failed"] + counts["error"],
         "skipped": counts["skipped"],
     }
+    if getattr(session.config.option, "lf", False):
+        record = _repeated(json.loads(RECORD.read_text()), record, [r.nodeid for r in reporter.stats.get("passed", [])])
     RECORD.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _repeated(before: dict, now: dict, passed: list[str]) -> dict:
+    """The record of a run and of its failed tests run once more (`--last-failed`); it names those that passed then."""
+    same = all(before.get(name) == now[name] for name in ("kernel_sha256", "device", "driver", "cuda"))
+    assert same, "--last-failed repeats tests of this GPU and of these kernels"
+    return {
+        **now,
+        "passed": before["passed"] + now["passed"],
+        "skipped": before["skipped"] + now["skipped"],
+        "passed_when_repeated": sorted(passed),
+    }
 
 
 def _driver_version() -> str:
