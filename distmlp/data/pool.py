@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
@@ -13,19 +14,21 @@ class Task:
     """Work handed to a `Pool`."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self._function, self._arguments = function, arguments
+        self._work: Callable[[], Any] | None = partial(function, *arguments)
         self._done = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
         self.cancelled = False
 
     def run(self) -> None:
+        """Do it, once. What it was done with is let go: threads hold a task until they get another."""
+        work, self._work = self._work, None
         try:
-            if not self.cancelled:
-                self._result = self._function(*self._arguments)
+            if work is not None and not self.cancelled:
+                self._result = work()
         except BaseException as error:  # kept for whoever asks for the result
             self._error = error
-        self._arguments = ()
+        del work
         self._done.set()
 
     def done(self) -> bool:

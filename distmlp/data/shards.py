@@ -135,7 +135,13 @@ class Shards:
 
     def read_into(self, start: int, stop: int, out: Rows) -> None:
         """Global rows `start` to `stop - 1` into arrays made by `empty`."""
-        self.read_runs(np.array([(start, stop - start)], np.int64), out)
+        number = bisect_right(self._bounds, start) - 1
+        if not start < stop <= self._bounds[number + 1]:
+            self.read_runs(np.array([(start, stop - start)], np.int64), out)
+            return
+        runs = np.array([(start - self._bounds[number], stop - start)], np.int64)
+        for role, layout in self.files[number].items():
+            self._reader.read_runs(layout, runs, out.of(role).reshape(stop - start, layout.width))
 
     def find(self, runs: NDArray, roles: Container[str] = ROLES) -> list[Found]:
         """What `read_runs` needs to know of stretches of rows (windows, runs, 2), window by window."""

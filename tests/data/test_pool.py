@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -37,6 +38,18 @@ def test_a_cancelled_task_does_not_run():
     gate.set()
     task.settle()
     assert ran == []
+    pool.close()
+
+
+def test_what_a_task_was_done_with_is_let_go():
+    """Also by a thread that has no other task yet: it may be a buffer that nobody else may have meanwhile."""
+    pool = Pool(1)
+    kept = {1, 2, 3}
+    gone = weakref.ref(kept)
+    assert pool.submit(lambda values=kept: len(values)).result() == 3
+    assert pool.submit(len, kept).result() == 3
+    del kept
+    assert gone() is None
     pool.close()
 
 

@@ -93,7 +93,7 @@ def test_stuck_rank_is_named_by_the_watchdog(tmp_path, action, words):
 
 def test_reader_thread_that_fails_gives_its_own_message(tmp_path):
     toml = make_problem(tmp_path, steps=12)
-    fault = injection({"rank": 1, "target": "distmlp.data.reader:RowReader.read_direct", "call": 1, "action": "raise"})
+    fault = injection({"rank": 1, "target": "distmlp.data.shards:Shards.read_into", "call": 1, "action": "raise"})
     done = RunningJob(3, train_command(toml), fault).end(2 * SECONDS)
     assert done.returncode == 1
     assert done.stderr.count("RuntimeError: injected fault") == 1
