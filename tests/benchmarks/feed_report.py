@@ -20,13 +20,15 @@ def feed_table(record: dict[str, Any]) -> str:
 def rates(rows: list[dict[str, Any]]) -> str:
     """A line for every layout."""
     lines = [
-        "| layout | h5py, one thread | all rows at the start | streamed | streamed, shuffled | shuffled ÷ sequential |",
-        "|---|---|---|---|---|---|",
+        "| layout | h5py, one thread | all rows at the start | streamed | streamed, shuffled | shuffled ÷ sequential "
+        "| shuffled, from host memory |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         share = row["streamed_shuffled"] / row["streamed"]
         cells = [row["layout"], *(f"{row[name]:.2f}" for name in ("h5py", "resident", "streamed", "streamed_shuffled"))]
-        lines.append(f"| {' | '.join(cells)} | {share:.2f} |")
+        host = f"{row['host_shuffled']:.2f}" if "host_shuffled" in row else ""
+        lines.append(f"| {' | '.join([*cells, f'{share:.2f}', host])} |")
     for row in rows:
         if "with_scratch" in row:
             lines += ["", (
