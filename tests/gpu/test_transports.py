@@ -52,7 +52,10 @@ WAYS = [
 # `launching` takes a launcher's settings out of the environment; these are the machine's
 SETTINGS = {key: value for key, value in os.environ.items() if key.startswith("I_MPI_")}
 
-pytestmark = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun on PATH")
+pytestmark = [
+    pytest.mark.skipif(mpirun_path() is None, reason="no mpirun on PATH"),
+    pytest.mark.timeout(300),  # many processes on a GPU wait for each other whenever one opens or closes it
+]
 
 
 # A rank of Intel MPI opens every GPU that it may offload from, and the driver opens and closes one at a time.

@@ -42,7 +42,7 @@ STAGES: dict[str, float] = {}  # when each began
 
 def main() -> int:
     transport, path = sys.argv[1], Path(sys.argv[2])
-    faulthandler.dump_traceback_later(100, file=sys.__stderr__)  # the test waits 120 s
+    faulthandler.dump_traceback_later(220, file=sys.__stderr__)  # the test waits 240 s
     world = open_world(try_devices=True)
     binding = bind(world, share_gpu="share" in sys.argv)
     if "hosts" in sys.argv:
