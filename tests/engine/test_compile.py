@@ -50,6 +50,9 @@ FAMILIES = {
     "bf16 narrow, several ranks": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
     "bf16 chain, several ranks": ((256,) * 6, 4096, "bf16", {}, "adam"),
     "bf16 resident, several ranks": ((100, 1000, 1000, 1000, 2), 32, "bf16", {}, "adam"),
+    "bf16 passes, several ranks": ((32, 128, 128, 128, 128, 16), 65536, "bf16", {}, "adam"),
+    "bf16 four ranks": ((100, 1000, 1000, 1000, 2), 1024, "bf16", {}, "adam"),
+    "bf16 bulk, four ranks": ((512,) * 6, 16384, "bf16", {}, "adam"),
     "tf32 several ranks": ((100, 500, 10), 32, "tf32", {}, "momentum"),
     "fp32 ranks, reproducible": ((100, 500, 10), 32, "fp32", {}, "sgd"),
 }
@@ -67,7 +70,7 @@ def specialisations(family: str, capability: int) -> list[tuple[str, dict[str, s
     labels = config.model.loss == "softmax_cross_entropy"
     task = Task(
         make_network(config), rows, precision, config.model.loss, labels, False, slot_names(optimizer), False,
-        2 if "ranks" in family else 1,
+        4 if "four ranks" in family else 2 if "ranks" in family else 1,
         needs_norm=needs_norm(config.optimizer), lane_rows=9 if "reproducible" in family else 0,
     )  # fmt: skip
     plan = make_plan(task, DEVICES[capability])
