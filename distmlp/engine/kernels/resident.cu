@@ -10,7 +10,7 @@
 //
 // Whether gradients are finite is told from magnitudes (see `large_weight`); where these leave it open, no update comes before
 // all gradients have been looked at. No sum depends on the order in which blocks run.
-#include "resident_steps.cuh"
+#include "resident_step.cuh"
 
 // Steps [begin, end) of the table.
 extern "C" __global__ void __launch_bounds__(resident::BLOCK_THREADS, 1) resident_steps(

@@ -336,27 +336,8 @@ struct Steps {
     }
 
     // Nobody could tell from magnitudes: look at all gradients, then update or not. Returns whether the step is finite.
-    __device__ __forceinline__ bool decide_late() {
-        const Update look = update_of(k, largest_sum(weight));
-        copy_wait<0>();
-        __syncthreads();
-        bool bad = update_all(look);
-#if RESIDENT_RANKS > 1
-        bad |= !is_finite(ranks_seen.agreed[TALLY_LOSS]);
-#else
-        bad |= !is_finite((float)block_sum((double)loss));
-#endif
-        if (bad) atomicOr(not_finite(k), 1u);
-        barrier.wait();
-        bad = __ldcg(not_finite(k)) != 0 || !is_finite(weight);
-        if (bad || weight == 0.f) return !bad;
-        ++progress.step;
-        ++updates;
-        large |= update_all(update_of(k));
-        tell_ready(BOTTOM_READY);
-        tell_ready(TOP_READY);
-        return true;
-    }
+    __device__ __forceinline__ bool decide_late();
+    __device__ __forceinline__ void step(int s);
 
 #if RESIDENT_RANKS > 1
     // What the ranks say of the step, in two parts: `loss` and `weight` become those of all. Returns whether all are sure.
@@ -378,82 +359,6 @@ struct Steps {
     // A rank could not take part.
     __device__ __forceinline__ bool failed() const { return ranks_seen.agreed[TALLY_STOP + 1] != 0.f; }
 #endif
-
-    __device__ __forceinline__ void step(int s) {
-        forward<0>();
-        report(s);
-        catch_up();
-        feed_next();
-        loss = 0.f;
-        forward_above<1>();
-        if (computes) {
-            output();
-            if constexpr (HIDDEN > 2) backward<HIDDEN - 2>();
-        }
-        copy_wait<0>();
-        arrive();
-        if (threadIdx.x == BLOCK_THREADS - 96) infos[k + 4 & 7] = step_info(s + 4, end);
-        set_hyper_of_step();
-        weight = sum_of_weights(raw, info().rows);
-        scale = 1.f / weight;
-        Gradient<0> bottom;
-        Gradient<AT_ONCE - 1> top;
-        bottom.ask_inputs(exchange, k);
-#if RESIDENT_RANKS > 1
-        clear_sent(k);
-        say(!await());
-        forget_addresses();
-        if (blockIdx.x == 0 && threadIdx.x == 0) *not_finite(k + 3) = 0u;  // of the last step
-        bottom.stage_errors(exchange, k, 0);
-        if (AT_ONCE > 1) {
-            top.ask_inputs(exchange, k);
-            top.stage_errors(exchange, k, FIXED(staged_bytes(0)));
-        }
-        bias.ask(exchange, k);
-        bool finite = true;
-        // Where a rank is lost, it goes on.
-        const bool sure = (hear() | *(volatile u32*)&ranks_seen.lost) || !meet_unsure(barrier);
-        if (!sure && failed()) {
-            copy_wait<0>();
-            progress.frozen = true;
-            status = NOT_RUN;
-            ++k;
-            return;
-        }
-        if (sure) {
-            ++progress.step;
-#else
-        const bool sure = !await() && weight >= 0.0625f && weight < 1e30f;
-        forget_addresses();
-        if (blockIdx.x == 0 && threadIdx.x == 0) *not_finite(k + 3) = 0u;  // of the last step
-        bool finite = true;
-        if (sure) {
-            bottom.stage_errors(exchange, k, 0);
-            bias.ask(exchange, k);
-            if (AT_ONCE > 1) {
-                top.stage_errors(exchange, k, FIXED(staged_bytes(0)));
-                top.ask_inputs(exchange, k);
-            }
-            ++progress.step;
-#endif
-            ++updates;
-            bias.update(update_of(k));
-            copy_wait<0>();
-            __syncthreads();
-            large |= bottom.update(exchange, update_of(k), 0);
-            if (AT_ONCE > 1) large |= top.update(exchange, update_of(k), FIXED(staged_bytes(0)));
-            tell_ready(BOTTOM_READY);
-            pending = true;
-        } else {
-            finite = decide_late();
-        }
-        if (!finite) {
-            if (ENGINE.stop_on_nonfinite) progress.frozen = true;
-            else ++progress.skipped;
-        }
-        status = finite ? DONE : ENGINE.stop_on_nonfinite ? NOT_FINITE : LEFT_OUT;
-        ++k;
-    }
 };
 
 }  // namespace resident
