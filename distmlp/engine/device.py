@@ -6,10 +6,12 @@ import ctypes
 import importlib.util
 import os
 
+from distmlp.comm.binding import list_gpus
 from distmlp.engine import compile as compiler
 from distmlp.errors import SystemUnfitError
 
 OLDEST = 75  # compute capability × 10
+_MAJOR, _MINOR = 75, 76  # CUdevice_attribute
 
 
 def find_obstacle() -> str:
@@ -40,9 +42,7 @@ def _obstacle_with_driver(visible: str | None) -> str:
         return f"no CUDA device can be used{seen}: {type(error).__name__}: {first_line}"
     if not count:
         return f"no CUDA device is visible (CUDA_VISIBLE_DEVICES={visible!r})"
-    device = cupy.cuda.Device()
-    name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
-    capability = int(device.compute_capability)
+    name, capability = _first_gpu()
     if obstacle := unfit_capability(capability, name):
         return obstacle
     try:
@@ -50,6 +50,17 @@ def _obstacle_with_driver(visible: str | None) -> str:
     except SystemUnfitError as error:
         return f"GPU {name}: {error}"
     return ""
+
+
+def _first_gpu() -> tuple[str, int]:
+    """Name and compute capability × 10, by calls of the driver, which open no GPU: this one may be another rank's."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    cuda.cuInit(0)
+    cuda.cuDeviceGet(ctypes.byref(device), 0)
+    cuda.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
+    return list_gpus()[0].name, 10 * major.value + minor.value
 
 
 def unfit_capability(capability: int, name: str) -> str:

@@ -27,12 +27,12 @@ def stub_cupy(monkeypatch: pytest.MonkeyPatch, capability: str = "90", count: in
             raise fault
         return count
 
-    runtime = SimpleNamespace(getDeviceCount=get_count, getDeviceProperties=lambda number: {"name": b"Stub 9000"})
-    cuda = SimpleNamespace(runtime=runtime, Device=lambda: SimpleNamespace(id=0, compute_capability=capability))
+    cuda = SimpleNamespace(runtime=SimpleNamespace(getDeviceCount=get_count))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(device.ctypes, "CDLL", lambda name: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(device, "_first_gpu", lambda: ("Stub 9000", int(capability)))
     monkeypatch.setattr(compiler, "supported", lambda: (75, 80, 90, 100, 120, 121))
     monkeypatch.setattr(compiler, "version", lambda: "13.0")
 
