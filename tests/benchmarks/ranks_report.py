@@ -78,6 +78,8 @@ def ranks_table(record: dict[str, Any]) -> str:
     ]
     if sentence := verdict(record):
         lines += ["", sentence]
+    if record["learning"]:
+        lines += ["", f"Not the same loss after the learning check: {'; '.join(record['learning'])}."]
     return "\n".join(lines)
 
 

@@ -174,26 +174,29 @@ def put_into(readme: Path, name: str, text: str) -> None:
     readme.write_text(new, encoding="utf-8")
 
 
+def told(record: dict[str, Any], name: str) -> tuple[str, str]:
+    """The Markdown of results file `name`, and what README shows of it."""
+    if name.endswith("-accuracy"):
+        text = learnt_table(record) if "ranks" in record["rows"][0] else accuracy_table(record)
+        return text, text
+    if name.endswith("-feed"):
+        return feed_report.feed_table(record), feed_report.summary(record)
+    if ranks_of(record) > 1:
+        text = ranks_table(record)
+        return text, f"{text}\n\n![Weak-scaling efficiency](tests/benchmarks/results/{name}.png)"
+    text = table(record)
+    return text, text if name.endswith("-step") else summary(record, name)
+
+
 def main(arguments: list[str]) -> None:
     path = Path(arguments[0])
     record = json.loads(path.read_text())
-    if path.stem.endswith("-accuracy"):
-        text = made = learnt_table(record) if "ranks" in record["rows"][0] else accuracy_table(record)
-    elif path.stem.endswith("-feed"):
-        text, made = feed_report.feed_table(record), feed_report.summary(record)
-    elif ranks_of(record) > 1:
-        text = ranks_table(record)
-        ranks_chart(record, path)
-        made = f"{text}\n\n![Weak-scaling efficiency](tests/benchmarks/results/{path.stem}.png)"
-    else:
-        text = table(record)
-        main_table = path.stem.endswith("-step")
-        made = text if main_table else summary(record, path.stem)
-        if not path.stem.endswith("-shapes"):
-            chart(record, path)
+    text, shown = told(record, path.stem)
+    if "-step" in path.stem:
+        (ranks_chart if ranks_of(record) > 1 else chart)(record, path)
     path.with_suffix(".md").write_text(text + "\n")
     for readme in arguments[1:]:
-        put_into(Path(readme), path.stem, made)
+        put_into(Path(readme), path.stem, shown)
 
 
 if __name__ == "__main__":

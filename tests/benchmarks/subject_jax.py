@@ -69,7 +69,7 @@ def _measure(problem: Problem, warm: bool) -> Iterator[Measurement]:
         shapes = [jax.ShapeDtypeStruct((*shape, n), jnp.float32, sharding=split) for n in (layers[0], layers[-1])]
         run.lower(state, tuple(shapes)).compile()
         return
-    batches = problem.stacked(problem.rows)
+    batches = problem.stacked(problem.rows, len(jax.devices()))
     batches = tuple(map(jnp.asarray, batches)) if split is None else jax.device_put(tuple(batches), split)
     state, losses = run(state, batches)
     losses = np.asarray(losses, np.float64)[: problem.learn_steps].tolist()

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from time import perf_counter
 
+import numpy as np
 import torch
 import torch.distributed as distributed
 from subjects import BLOCKS, RATE, Measurement, Problem, arguments, run_subject
@@ -30,7 +31,8 @@ def measure(problem: Problem, warm: bool) -> Iterator[Measurement]:
     if warm:
         return
     rank, size = distributed.get_rank(), distributed.get_world_size()
-    inputs, targets = (torch.from_numpy(a[:, rank::size].copy()).cuda() for a in problem.stacked(problem.rows))
+    batches = problem.stacked(problem.rows, size)
+    inputs, targets = (torch.from_numpy(np.split(a, size, 1)[rank].copy()).cuda() for a in batches)
     model = torch.nn.parallel.DistributedDataParallel(make_model(problem).cuda(), device_ids=[rank])
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
 

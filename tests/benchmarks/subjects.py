@@ -76,10 +76,17 @@ class Problem:
         """`(weight (fan_in, fan_out), bias (fan_out,))` of every layer, float32."""
         return self.network.views(self.network.initial(0, "he_normal"))
 
-    def stacked(self, rows: Rows) -> tuple[NDArray, NDArray]:
-        """Inputs and targets of whole batches as (batches, batch, columns), float32."""
-        shape = (-1, self.preset.batch)
-        return tuple(array.reshape(*shape, array.shape[1]) for array in (rows.inputs, np.asarray(rows.targets)))
+    def stacked(self, rows: Rows, ranks: int = 1) -> tuple[NDArray, NDArray]:
+        """Inputs and targets of whole batches as (batches, batch, columns), float32.
+
+        Of every batch each of `ranks` GPUs has an equal part, from its own share of the rows, as distmlp's ranks have.
+        """
+
+        def batches(array: NDArray) -> NDArray:
+            parts = array.reshape(ranks, -1, self.preset.batch // ranks, array.shape[1]).swapaxes(0, 1)
+            return parts.reshape(-1, self.preset.batch, array.shape[1])
+
+        return batches(rows.inputs), batches(np.asarray(rows.targets))
 
 
 def run_subject(measure: Callable[[Problem, bool], Iterator[Measurement]], quiet: bool = False, name: str = "") -> None:
