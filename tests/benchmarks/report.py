@@ -19,9 +19,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import feed_report
 from ranks_report import learnt_table, ranks_chart, ranks_of, ranks_table
 
+from distmlp.engine.compile import kernel_sha256
 from distmlp.tools.bench import shorten
 
 OWN = "distmlp"
+EARLIER = "Measured with an earlier version of the kernels."
 NAMES = {"torch": "PyTorch", "jax": "JAX"}  # subjects begin with these
 HOW = {
     "torch-compiled-graph": "PyTorch: the better of a CUDA graph and a compiled one",
@@ -175,7 +177,14 @@ def put_into(readme: Path, name: str, text: str) -> None:
 
 
 def told(record: dict[str, Any], name: str) -> tuple[str, str]:
-    """The Markdown of results file `name`, and what README shows of it."""
+    """The Markdown of results file `name`, and what README shows of it; both say so where the kernels have changed."""
+    text, shown = _told(record, name)
+    if record["kernel_sha256"] == kernel_sha256():
+        return text, shown
+    return f"{text}\n\n{EARLIER}", f"{shown}\n\n{EARLIER}"
+
+
+def _told(record: dict[str, Any], name: str) -> tuple[str, str]:
     if name.endswith("-accuracy"):
         text = learnt_table(record) if "ranks" in record["rows"][0] else accuracy_table(record)
         return text, text
