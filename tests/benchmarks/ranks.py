@@ -2,10 +2,12 @@
 
 `python tests/benchmarks/ranks.py` writes results/GPUxRANKS-step.json, the batch a GPU as in the presets. `alone` is
 distmlp and JAX taking the same steps on one GPU, each on a GPU of its own: what a step on several is compared with.
-Then all subjects one after the other; the file is written after each, so that it holds what was measured whatever
-happens later, and a call with the same --keep adds to what another one measured on the same machine. mpirun is the one
-on PATH; its make decides whether `mpi` can be measured (README.md says how to start Intel MPI). `--warm-only` fills the
-compilers' caches in --caches, side by side. `--add-alone results/GPU-step.json` takes the steps on one GPU from there.
+Then all subjects one after the other, every transport in processes of its own; the file is written after each, so that
+it holds what was measured whatever happens later, and a call with the same --keep adds to what another one measured on
+the same machine. mpirun is the one on PATH; its make decides whether `mpi` can be measured (README.md says how to start
+Intel MPI). `--warm-only` fills the compilers' caches in --caches, side by side. `--add-alone results/GPU-step.json`
+takes the steps on one GPU from there. `--share-gpu --devices 0 --subjects distmlp-ranks` tries the program where there
+is one GPU: the ranks take turns there, so times mean nothing.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ class Ranks:
     transports: tuple[str, ...]
     launcher: tuple[str, ...]
     block_seconds: float
+    share_gpu: bool
 
     def run(
         self,
@@ -54,6 +57,7 @@ class Ranks:
         warm: bool = False,
         device: str = "",
         end: float = 0,
+        transport: str = "",
     ) -> None:
         """One process a subject, or as many as it has ranks, until `end` of time.monotonic()."""
         session = self.session
@@ -63,9 +67,10 @@ class Ranks:
         command += ["--block-seconds", str(self.block_seconds)]
         command += ["--out", str(self.out("warm" if warm else subject, ranks)), *(["--warm"] if warm else [])]
         environment = session.environment(device or ",".join(session.devices))
-        if subject == "distmlp-ranks" and not warm:
+        if transport:
             command = [*self.launcher, *command]
-            environment["BENCHMARK_TRANSPORTS"] = ",".join(self.transports)
+            environment |= {"BENCHMARK_TRANSPORT": transport, "BENCHMARK_SHARE_GPU": str(int(self.share_gpu))}
+        name = f"{subject} on {ranks}" + (f" by {transport}" if transport else "")
         began = time.monotonic()
         with (session.folder / "log").open("a") as log:
             process = subprocess.Popen(
@@ -74,7 +79,7 @@ class Ranks:
             try:
                 process.wait(max(1.0, (end or session.end) - began))
             except subprocess.TimeoutExpired:
-                print(f"{subject} on {ranks}{' (compiling)' if warm else ''}: out of time", flush=True)
+                print(f"{name}{' (compiling)' if warm else ''}: out of time", flush=True)
                 process.terminate()  # a launcher ends its ranks
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(2.0)
@@ -82,7 +87,7 @@ class Ranks:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if not warm:
-            print(f"{subject} on {ranks}: {time.monotonic() - began:.1f} s", flush=True)
+            print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
 
     def out(self, subject: str, ranks: int) -> Path:
         return self.session.folder / f"{subject}-{ranks}.jsonl"
@@ -116,6 +121,11 @@ class Ranks:
         with ThreadPoolExecutor(len(devices)) as pool:
             list(pool.map(turns, range(len(devices))))
 
+    def turns(self, subjects: list[str]) -> list[tuple[str, str]]:
+        """`(subject, transport)` in the order in which they are measured."""
+        each = {"distmlp-ranks": self.transports}
+        return [(subject, transport) for subject in subjects for transport in each.get(subject, ("",))]
+
     def record(self) -> dict[str, Any]:
         """The results file of what was measured so far."""
 
@@ -146,19 +156,23 @@ def main() -> int:
             options.megabytes, end,
         )  # fmt: skip
         launcher = tuple(options.launcher.replace("{ranks}", str(options.ranks)).split())
-        run = Ranks(session, options.ranks, tuple(options.transports.split(",")), launcher, options.block_seconds)
+        run = Ranks(
+            session, options.ranks, tuple(options.transports.split(",")), launcher, options.block_seconds,
+            options.share_gpu,
+        )  # fmt: skip
         if options.warm or options.warm_only:
             run.warm_up(subjects, options.warm or os.cpu_count() or 1)
         if options.warm_only:
             print((session.folder / "log").read_text()[-3000:])
             return 0
         path = options.out
-        for number, turn in enumerate(subjects, 1):
-            if turn == "alone":
+        turns = run.turns(subjects)
+        for number, (subject, transport) in enumerate(turns, 1):
+            if subject == "alone":
                 run.alone()
             else:
-                later = len(subjects) - number  # the last ones must get something too
-                run.run(turn, options.ranks, presets, end=end - later * options.reserve)
+                later = len(turns) - number  # the last ones must get something too
+                run.run(subject, options.ranks, presets, end=end - later * options.reserve, transport=transport)
             record = run.record()
             path = path or HERE / "results" / f"{device_slug(record['device'])}x{options.ranks}-step.json"
             path.write_text(json.dumps(record, indent=1) + "\n")
@@ -199,10 +213,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the matrix products")
     parser.add_argument("--devices", default="0,1", help="that the ranks have, comma separated (default: %(default)s)")
     parser.add_argument("--launcher", default="mpirun -n {ranks}", help="default: %(default)s")
-    parser.add_argument("--megabytes", type=int, default=128, help="of rows a GPU, about (default: %(default)s)")
+    parser.add_argument("--megabytes", type=int, default=256, help="of rows a GPU, about (default: %(default)s)")
     parser.add_argument("--block-seconds", type=float, default=0.05, help="(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=600, help="for everything (default: %(default)s)")
-    parser.add_argument("--reserve", type=float, default=60, help="of them, for every subject still to come")
+    parser.add_argument("--reserve", type=float, default=40, help="of them, for every measurement still to come")
+    parser.add_argument("--share-gpu", action="store_true", help="ranks may share one: to try, not to measure")
     parser.add_argument("--warm", type=int, default=min(32, os.cpu_count() or 1), help="compilers at a time; 0: none")
     parser.add_argument("--keep", type=Path, help="folder of what was measured; default: a temporary one")
     parser.add_argument("--caches", type=Path, help="folder of the compilers' caches; default: a temporary one")

@@ -1,17 +1,16 @@
 """distmlp on several GPUs, to be started by mpirun with one process a GPU; see ranks.py.
 
-As subject_distmlp.py, the batch a GPU unchanged: the global batch is the preset's times the ranks. Every transport of
-BENCHMARK_TRANSPORTS is measured with all presets before the next one begins.
+As subject_distmlp.py, the batch a GPU unchanged: the global batch is the preset's times the ranks. The transport is
+that of BENCHMARK_TRANSPORT; with BENCHMARK_SHARE_GPU=1 ranks may share a GPU.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import partial
 from time import perf_counter
 
-from numpy.typing import NDArray
 from subjects import BLOCKS, Measurement, Problem, arguments, run_subject
 
 from distmlp.comm.policy import guarded
@@ -21,9 +20,8 @@ from distmlp.data.arrays import MemoryFeed, take
 from distmlp.data.shards import Rows
 from distmlp.engine import Engine, Standardization, State
 from distmlp.engine.select import open_engine
-from distmlp.network import Network
 from distmlp.order import Order, owned_streams
-from distmlp.tools.bench import Preset, make_rows, rates
+from distmlp.tools.bench import rates
 
 
 class OwnFeed(MemoryFeed):
@@ -41,25 +39,17 @@ class OwnFeed(MemoryFeed):
         return self._rows.map(lambda array: array[owned.start : owned.stop])
 
 
-@lru_cache
-def rows_of(preset: Preset, batches: int) -> Rows:
-    """Kept for the next transport."""
-    return make_rows(preset, batches)
-
-
-@lru_cache
-def initial_of(preset: Preset) -> NDArray:
-    return Network.build(preset.layers, "relu", "identity").initial(0, "he_normal")
-
-
 def configure(problem: Problem, ranks: int, transport: str) -> RunConfig:
     return RunConfig.parse(
         {
             "model": {"layers": list(problem.preset.layers)},
             "data": {"train": "none.h5", "batch": problem.preset.batch, "standardize": "none", "streams": ranks},
-            "run": {"precision": problem.precision, "transport": transport, "stall_timeout": "10 seconds"},
+            "run": {
+                "precision": problem.precision, "transport": transport, "stall_timeout": "10 seconds",
+                "share_gpu": os.environ.get("BENCHMARK_SHARE_GPU") == "1",
+            },
         }
-    )
+    )  # fmt: skip
 
 
 def compile_kernels(problem: Problem, ranks: int) -> None:
@@ -80,12 +70,12 @@ def compile_kernels(problem: Problem, ranks: int) -> None:
 
 def open_ranks(problem: Problem, world: World, transport: str) -> tuple[Engine, str]:
     """The engine that training would take, with its initial weights, and how its ranks are joined."""
-    rows = rows_of(problem.preset, problem.batches)
+    rows = problem.rows
     feed = OwnFeed(rows, Order(len(rows.inputs), world.size, problem.preset.batch, 0, False), world)
     engine, reason = open_engine(
         configure(problem, world.size, transport), problem.network, world, feed, Standardization()  # type: ignore[arg-type]
     )  # fmt: skip
-    engine.load(State(initial_of(problem.preset)))
+    engine.load(State(problem.network.initial(0, "he_normal")))
     return engine, reason.splitlines()[-1]
 
 
@@ -132,8 +122,8 @@ def main() -> int:
         run_subject(measure)
         return 0
     world = open_world(try_devices=True)
-    for transport in os.environ.get("BENCHMARK_TRANSPORTS", "auto").split(","):
-        run_subject(partial(measure, transport=transport), quiet=world.rank > 0, name=transport)
+    transport = os.environ.get("BENCHMARK_TRANSPORT", "auto")
+    run_subject(partial(measure, transport=transport), quiet=world.rank > 0, name=transport)
     return 0
 
 
