@@ -96,6 +96,8 @@ def measure(sweep: Sweep, preset: Preset, ranks: int, transports: list[str], out
     tell(f"{preset.name} ranks-1", alone)
     gpu = device_slug(alone.summary["devices"][0]["name"]) if alone.summary.get("devices") else "cpu"
     store(build_report([("weak", alone)]), out / f"{gpu}-{preset.name}")
+    if ranks == 1:
+        return
     shared = Findings()
     shared.time_all_reduces(sweep, ranks, alone)
     references: list[FinishedRun] = []
@@ -127,7 +129,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", default="seed-1024", help="comma separated (default: %(default)s)")
     parser.add_argument("--transports", default="peer,nccl,mpi,staged", help="comma separated (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="beside one (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="beside one; 1: no more than that (default: %(default)s)")
     parser.add_argument("--precision", default="bf16", help="(default: %(default)s)")
     parser.add_argument("--launcher", default="", help="launch line; default: the mpirun that is found")
     parser.add_argument("--block-seconds", type=float, default=0.06, help="of a timed block (default: %(default)s)")
