@@ -27,6 +27,7 @@ from distmlp.engine.plan_narrow import (
     update_macros,
 )
 from distmlp.engine.plan_task import Buffer, Device, Task, aligned
+from distmlp.engine.tally import TALLY
 
 GROUPS = 2  # warpgroups of a block, each with 64 rows of a tile
 TILE_ROWS = 64 * GROUPS
@@ -50,6 +51,7 @@ class PassesPlan:
     items: tuple[Item, ...]
     shared_bytes: int
     direct: bool  # sums and update without the flat gradient
+    joined: bool  # so also with ranks that sum inside the kernel
 
     name, path, source, entry = "passes", "narrow", "passes.cu", "passes_steps"
     threads = GROUP_THREADS * GROUPS
@@ -75,6 +77,15 @@ class PassesPlan:
             Buffer("passes_image", image_bytes(self.widths), zeroed=True),
             Buffer("passes_kept", self.blocks * self.turns * vectors * self.threads * 16),
         )
+
+    @property
+    def peer_words(self) -> int:
+        """As a narrow plan's."""
+        return self.chunks * CHUNK + self.blocks * TALLY
+
+    def peer_macros(self) -> dict[str, str] | None:
+        """As a narrow plan's."""
+        return {**self.macros(), "NARROW_DIRECT": "1", "NARROW_PEERS": "1"} if self.joined else None
 
     def _keeps_slope(self, low: int) -> bool:
         return low > 0 and self.activations[low - 1] in _STORES_SLOPE
@@ -116,8 +127,9 @@ def plan_passes(task: Task, device: Device) -> PassesPlan | None:
         if shared <= device.shared_bytes - max(STATIC_BYTES, static_bytes(task)) and sums <= sums_limit(widths):
             items = tuple(item for share in shares for item in share)
             return PassesPlan(
-                widths, activations, blocks, -(-tiles // blocks), passes, items, shared, task.updates_directly
-            )
+                widths, activations, blocks, -(-tiles // blocks), passes, items, shared, task.updates_directly,
+                task.ranks > 1 and not task.needs_norm,
+            )  # fmt: skip
     return None
 
 

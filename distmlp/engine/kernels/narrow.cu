@@ -255,9 +255,8 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) narrow_st
     barrier.wait();
     load_weights(buffers.image(publication));
     const auto step_info = [&](int s) { return s < end ? ENGINE.steps[s] : none; };
-    // Read a step before they are needed; in two chains with other ranks the registers are short for that, and NVRTC 13.0
-    // serialises products.
-    constexpr bool READ_AHEAD = !NARROW_PEERS || NARROW_CHAINS == 1;
+    // Read a step before they are needed; with other ranks registers are short for that: NVRTC 13.0 serialises products.
+    constexpr bool READ_AHEAD = !NARROW_PEERS;
     StepInfo info, following = step_info(begin), after = step_info(begin + 1);
     for (int s = begin; s < end; ++s) {
         if (progress.frozen) {

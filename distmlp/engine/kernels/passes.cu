@@ -183,6 +183,7 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) passes_st
         barrier.wait();
     }
 #endif
+    Sums::begin();
     __shared__ Hyper hyper;
     __shared__ u64 weights_there[LAYERS];
     Block block;
@@ -255,6 +256,7 @@ extern "C" __global__ void __launch_bounds__(narrow::BLOCK_THREADS, 1) passes_st
         barrier.await();
         if (threadIdx.x == 0 && s + 1 < end && !progress.frozen) ask_weights(image, walk.shared, walk.weights_there);
     }
+    Sums::finish();
     // A block's own parameters are final, and all blocks have read the counters long ago.
     if (!ENGINE.deferred) copy_weights();
     if (blockIdx.x == 0) {

@@ -1,5 +1,6 @@
 // Sums over blocks, pass by pass, and what is done with them: the update, or the flat gradient.
 #pragma once
+#include "narrow_ranks.cuh"
 #include "passes_chain.cuh"
 
 namespace narrow {
@@ -81,50 +82,64 @@ __device__ __forceinline__ int complete_with(int chunks) {
 }
 
 // f(place, parameter, gradient summed over `count` producers) for this block's chunks. The first ones are added up before
-// all blocks have gone through their last pass.
-template <class F>
-__device__ __forceinline__ void for_each_sum(
-    const Buffers& buffers, int s, u32 number, int count, StepTotals& totals, const F& f) {
+// all blocks have gone through their last pass. `ranks` joins them and the totals; returned: whether all could take part.
+template <class Ranks, class F>
+__device__ __forceinline__ bool for_each_sum(
+    const Buffers& buffers, int s, u32 number, int count, StepTotals& totals, Ranks& ranks, const F& f) {
     float* scratch = (float*)(dynamic_shared + SCRATCH_AT);
     const float* partials = buffers.partials_of(0);
     Own own;
     own.load(0);
     __syncthreads();  // `scratch` has been read
     const int p = complete_with(AT_ONCE * gridDim.x);
+    const auto at = [](int turn) {
+        return (blockIdx.x + (AT_ONCE * turn + (threadIdx.x >> 7)) * gridDim.x) * CHUNK + (threadIdx.x & 127);
+    };
     float sum;
     if (p < PASSES - 1) {
         await_sums((const u32*)buffers.partials_of(1), mark_of(number, p), count);
         sum = sum_of_turn(partials, 0, count);
+        if (own.place.flat >= 0) ranks.send(at(0), sum);
     }
     await_producers(buffers, s, number, count, scratch + (threadIdx.x >> 5) * WARP_SUMS + CHUNK);
     __syncthreads();
     totals = collect_totals(scratch);
-    if (p == PASSES - 1) sum = sum_of_turn(partials, 0, count);
+    if (p == PASSES - 1) {
+        sum = sum_of_turn(partials, 0, count);
+        if (own.place.flat >= 0) ranks.send(at(0), sum);
+    }
+    const bool all = ranks.agree(totals, scratch, NARROW_PEERS ? ENGINE.steps[s].rows : 0);
     for (int turn = 0;;) {
-        if (own.place.flat >= 0) f(own.place, own.parameter, sum);
+        if (own.place.flat >= 0) f(own.place, own.parameter, all, ranks.take(at(turn), sum));
         if (blockIdx.x + AT_ONCE * ++turn * gridDim.x >= CHUNKS) break;
         own.load(turn);
         __syncthreads();  // `scratch` has been read
         sum = sum_of_turn(partials, turn, count);
+        if (own.place.flat >= 0) ranks.send(at(turn), sum);
     }
     __syncthreads();
+    return all;
 }
 
 // Sums, update and publication of step `s`; a barrier must follow.
 __device__ __noinline__ void update_directly(
     int s, u32 number, int count, Buffers buffers, const Hyper& hyper, Progress& progress) {
     StepTotals totals;
-    for_each_sum(buffers, s, number, count, totals, [&](const Place& place, Parameter& parameter, float sum) {
-        if (totals.bad || totals.weight == 0.f) return;
+    Sums ranks(number);
+    const auto update = [&](const Place& place, Parameter& parameter, bool all, float sum) {
+        if (!all || totals.bad || totals.weight == 0.f) return;
         Hyper h = hyper;
         h.scale = 1.f / totals.weight;
         parameter.value = update_rule(h, parameter.value, sum, parameter.first, parameter.second);
         publish(buffers.image(0), place, parameter.value);
         parameter.mean = average(h.ema_decay, parameter.mean, parameter.value);
         parameter.store(place.flat);
-    });
+    };
+    const bool all = for_each_sum(buffers, s, number, count, totals, ranks, update);
     if (threadIdx.x == 0) {
-        if (totals.bad) {
+        if (!all) {  // the host will say why
+            progress.frozen = true;
+        } else if (totals.bad) {
             if (ENGINE.stop_on_nonfinite) progress.frozen = true;
             else ++progress.skipped;
         } else if (totals.weight != 0.f) {
@@ -133,8 +148,8 @@ __device__ __noinline__ void update_directly(
     }
     if (blockIdx.x == 0 && threadIdx.x == 0)
         ENGINE.results[s] = StepResult{
-            collect_loss((float*)(dynamic_shared + SCRATCH_AT)), totals.weight,
-            !totals.bad ? DONE : ENGINE.stop_on_nonfinite ? NOT_FINITE : LEFT_OUT};
+            ranks.loss((float*)(dynamic_shared + SCRATCH_AT)), totals.weight,
+            !all ? NOT_RUN : !totals.bad ? DONE : ENGINE.stop_on_nonfinite ? NOT_FINITE : LEFT_OUT};
 }
 
 // What changes from step to step (see set_hyper), by two threads: the powers take long.
@@ -151,7 +166,8 @@ __device__ __forceinline__ void set_next_hyper(Hyper& h, float rate, u64 step) {
 __device__ __noinline__ void reduce_to_gradient(
     int s, u32 number, int rows, int count, Buffers buffers) {
     StepTotals totals;
-    for_each_sum(buffers, s, number, count, totals, [&](const Place& place, Parameter&, float sum) {
+    OwnSums alone(number);
+    for_each_sum(buffers, s, number, count, totals, alone, [&](const Place& place, Parameter&, bool, float sum) {
         ENGINE.gradient[place.flat] = sum;
     });
     if (blockIdx.x == 0 && threadIdx.x == 0) {
