@@ -15,6 +15,7 @@ from distmlp.engine.plan_chain import plan_chain
 from distmlp.engine.plan_narrow import plan_narrow
 from distmlp.engine.plan_passes import plan_passes
 from distmlp.engine.plan_resident import plan_resident
+from distmlp.engine.plan_strips import plan_strips
 from distmlp.engine.plan_sweep import plan_sweep
 from distmlp.engine.plan_task import Buffer, Device, SpecialPlan, Task, aligned
 from distmlp.engine.plan_tiles import (
@@ -39,6 +40,7 @@ PLANNERS: dict[str, Callable[[Task, Device], SpecialPlan | None]] = {
     "narrow": plan_narrow,
     "passes": plan_passes,
     "sweep": plan_sweep,
+    "strips": plan_strips,
     "chain": plan_chain,
     "resident": plan_resident,
     "bulk": plan_bulk,

@@ -43,6 +43,9 @@ FAMILIES = {
     "bf16 narrow": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
     "bf16 chain": ((256,) * 6, 4096, "bf16", {}, "adam"),
     "bf16 bulk": ((512,) * 6, 16384, "bf16", {}, "adam"),
+    "tf32 strips": ((32, 128, 128, 128, 128, 16), 65536, "tf32", {}, "adam"),
+    "fp32 strips": ((32, 64, 64, 16), 1024, "fp32", {"activation": "silu"}, "adam"),
+    "tf32 strips, norm first": ((32, 64, 16), 9000, "tf32", {}, "lamb"),
     "tf32 bulk": ((512,) * 6, 16384, "tf32", {}, "adam"),
     "bf16 bulk, several ranks": ((512,) * 6, 16384, "bf16", {}, "adam"),
     "bf16 passes": ((32, 128, 128, 128, 128, 16), 65536, "bf16", {}, "adam"),
@@ -123,8 +126,12 @@ def test_no_float_is_added_by_an_atomic_operation(compiled: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["bf16 resident", "bf16 narrow", "bf16 chain", "bf16 bulk", "tf32 bulk", "bf16 sweep", "bf16 passes"]
-)
+    "family",
+    [
+        "bf16 resident", "bf16 narrow", "bf16 chain", "bf16 bulk", "tf32 bulk", "bf16 sweep", "bf16 passes",
+        "tf32 strips", "fp32 strips",
+    ],
+)  # fmt: skip
 def test_families_are_those_of_their_kernels(family: str) -> None:
     assert specialisations(family, 90)[-1][0] == f"{family.split()[1]}.cu"
 

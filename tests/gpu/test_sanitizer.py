@@ -42,6 +42,10 @@ GROUPS = {
     "resident": [SPECIAL.but(kernel="resident", batch=40)],
     "sweep": [SPECIAL.but(kernel="sweep", batch=8500)],
     "passes": [SPECIAL.but(kernel="passes", batch=8500)],
+    "strips": [
+        SPECIAL.but(kernel="strips", precision="tf32", batch=140),
+        SPECIAL.but(kernel="strips", precision="fp32", batch=300, widths=(5, 70, 40, 3), activation="gelu"),
+    ],
     "chain": [SPECIAL.but(kernel="chain", widths=(5, 140, 3), batch=1000)],
     "bulk": [
         SPECIAL.but(kernel="bulk", widths=(5, 70, 3), batch=140),
