@@ -67,7 +67,7 @@ class Plan:
 
     task: Task
     device: Device
-    product: str  # FMA TF32 BF16
+    product: str  # FMA TF32X3 TF32 BF16
     tile: TileShape  # hidden layers forward and backward
     output_tile: TileShape
     gradient_tile: TileShape
@@ -129,7 +129,7 @@ def make_plan(task: Task, device: Device, kernel: str = "auto") -> Plan:
 
     `kernel` "auto" takes the first special kernel that fits, GENERAL none, a special one's name that one if it fits.
     """
-    product = "FMA" if task.precision == "fp32" or not device.has_tensor_cores else task.precision.upper()
+    product = choose_product(task.precision, device)
     network, rows = task.network, max(1, task.rows)
     special, joined = choose_special(task, device, kernel), None
     if getattr(special, "peers_only", False):
@@ -161,6 +161,13 @@ def make_plan(task: Task, device: Device, kernel: str = "auto") -> Plan:
             "or a smaller network"
         )
     return plan
+
+
+def choose_product(precision: str, device: Device) -> str:
+    """What multiplies matrices in the general kernel, see kernels/codes.cuh."""
+    if not device.has_tensor_cores:
+        return "FMA"
+    return "TF32X3" if precision == "fp32" else precision.upper()
 
 
 def choose_special(task: Task, device: Device, kernel: str = "auto") -> SpecialPlan | None:

@@ -18,8 +18,8 @@ from distmlp.engine.tally import TALLY
 WARPS = 8
 MAX_ROWS = 128
 MAX_OUTPUTS = 16
-MAX_OPERANDS = 160  # registers of a thread for both operands of a product
-TILE_BYTES = 512  # 16 x 16 bfloat16
+MAX_OPERANDS = {2: 160, 4: 192}  # registers of a thread for both operands of a product, by the bytes of an element
+SUMS_BYTES = 512  # 16 x 8 float32
 STATE_BYTES = 1024  # 16 x 16 float32
 STATIC_BYTES = 1024  # that the kernel declares itself
 RING = 3
@@ -71,7 +71,7 @@ class ResidentPlan:
     def sent_bytes(self) -> int:
         """To each other rank in a step: activations, errors and their sums by 16 rows, tallies of blocks."""
         depths = [_depth(width) for width in self.widths]
-        return self.sharing.tiles * (TILE_BYTES * (sum(depths[:-1]) + sum(depths[1:])) + 64 * sum(depths[1:])) + (
+        return self.sharing.tiles * (_tile_bytes(2) * (sum(depths[:-1]) + sum(depths[1:])) + 64 * sum(depths[1:])) + (
             self.blocks * TALLY * 4
         )
 
@@ -111,22 +111,23 @@ class ResidentPlan:
 def plan_resident(task: Task, device: Device) -> ResidentPlan | None:
     """The launch for `task`, or None where the network does not fit or the update needs more than its own gradient."""
     widths, rows = task.network.widths, max(1, task.rows)
+    element = 2 if task.precision == "bf16" else 4
     if (
-        task.precision != "bf16"
-        or not device.has_tensor_cores
+        not device.has_tensor_cores
+        or (element > 2 and task.ranks > 1)  # they exchange bfloat16
         or task.needs_norm
         or rows > MAX_ROWS
         or widths[-1] > MAX_OUTPUTS
         or len(widths) < 3
     ):
         return None
-    sharing = share_out(widths, rows, device.multiprocessors)
+    sharing = share_out(widths, rows, device.multiprocessors, element)
     if sharing is None:
         return None
     patches = tuple(choose_patch(_depth(i), _depth(o), device.multiprocessors) for i, o in pairwise(widths))
     needed = [-(-_depth(i) // p) * -(-_depth(o) // q) for (i, o), (p, q) in zip(pairwise(widths), patches, strict=True)]
     blocks = max(sharing.blocks, *needed)
-    shared = _shared_bytes(widths, sharing, patches, 1 + len(task.slots) + task.ema, task.ranks)
+    shared = _shared_bytes(widths, sharing, patches, 1 + len(task.slots) + task.ema, task.ranks, element)
     if (
         (task.ranks > 1 and sharing.tiles * task.ranks > MAX_ALL_TILES)
         or shared + STATIC_BYTES > device.shared_bytes
@@ -135,11 +136,11 @@ def plan_resident(task: Task, device: Device) -> ResidentPlan | None:
         return None
     return ResidentPlan(
         widths, task.network.activations, sharing, patches, task.raw_type, task.ema, blocks, shared,
-        _exchange_bytes(widths, sharing), task.ranks,
+        _exchange_bytes(widths, sharing, element), task.ranks,
     )  # fmt: skip
 
 
-def share_out(widths: Sequence[int], rows: int, multiprocessors: int) -> Sharing | None:
+def share_out(widths: Sequence[int], rows: int, multiprocessors: int, element: int = 2) -> Sharing | None:
     """The sharing with the fewest bytes on the way of a step: activations of a group, first weights of a block."""
     tiles, widest = -(-rows // 16), _depth(max(widths[1:-1]))
     longest = -(-max(map(_depth, widths[:-1])) // WARPS)
@@ -148,9 +149,9 @@ def share_out(widths: Sequence[int], rows: int, multiprocessors: int) -> Sharing
         for column_blocks in (1, 2, 4):
             groups = -(-tiles // group_tiles)
             blocks = groups * -(-widest // column_blocks)
-            registers = 4 * longest * (group_tiles + column_blocks) + 8 * group_tiles * column_blocks
+            registers = 2 * element * longest * (group_tiles + column_blocks) + 8 * group_tiles * column_blocks
             biases = 16 * column_blocks * (len(widths) - 2) + widths[-1]
-            if blocks > multiprocessors or registers > MAX_OPERANDS or biases > 32 * WARPS:
+            if blocks > multiprocessors or registers > MAX_OPERANDS[element] or biases > 32 * WARPS:
                 continue
             cost = group_tiles * sum(map(_depth, widths[1:-1])) + column_blocks * _depth(widths[0])
             if best is None or cost < best[0]:
@@ -180,25 +181,34 @@ def _depth(width: int) -> int:
     return -(-width // 16)
 
 
+def _tile_bytes(element: int) -> int:
+    return 16 * 16 * element
+
+
 def _shared_bytes(
-    widths: Sequence[int], sharing: Sharing, patches: Sequence[tuple[int, int]], states: int, ranks: int
+    widths: Sequence[int],
+    sharing: Sharing,
+    patches: Sequence[tuple[int, int]],
+    states: int,
+    ranks: int,
+    element: int,
 ) -> int:
     hidden, outputs = len(widths) - 2, widths[-1]
     output_tiles, group_rows = -(-outputs // 8), 16 * sharing.group_tiles
-    staged = [out * sharing.tiles * ranks * TILE_BYTES for _, out in patches]
+    staged = [out * sharing.tiles * ranks * _tile_bytes(element) for _, out in patches]
     own = sharing.group_tiles * 2 * sharing.column_blocks
-    shares = WARPS * max(own, sharing.group_tiles * output_tiles) * TILE_BYTES
+    shares = WARPS * max(own, sharing.group_tiles * output_tiles) * SUMS_BYTES
     first = min(hidden, 2)
     at = sum(i * o for i, o in patches) * states * STATE_BYTES + max(shares, sum(staged[:first]), sum(staged[first:]))
-    at += (hidden - 1) * own * TILE_BYTES
+    at += (hidden - 1) * own * SUMS_BYTES
     at += group_rows * (8 * output_tiles + 2 + outputs + 1) * 4 + 16 * sharing.tiles * 4
     return at + states * (hidden * 16 * sharing.column_blocks + outputs) * 4
 
 
-def _exchange_bytes(widths: Sequence[int], sharing: Sharing) -> int:
+def _exchange_bytes(widths: Sequence[int], sharing: Sharing, element: int) -> int:
     hidden = len(widths) - 2
-    matrix = [_depth(width) * sharing.tiles * TILE_BYTES for width in widths]
-    weight = [_depth(i) * _depth(o) * TILE_BYTES for i, o in pairwise(widths)]
+    matrix = [_depth(width) * sharing.tiles * _tile_bytes(element) for width in widths]
+    weight = [_depth(i) * _depth(o) * _tile_bytes(element) for i, o in pairwise(widths)]
     at = RING * (sum(matrix[:-1]) + matrix[hidden] + sum(matrix[2:hidden]))  # activations, slopes, errors
     at += RING * matrix[0] + 2 * sum(matrix[1:-1]) + 2 * sum(matrix[1:])  # for gradients of weights
     at += 2 * sharing.tiles * 16 * sum(_depth(width) for width in widths[1:]) * 4  # sums of errors

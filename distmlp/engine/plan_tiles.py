@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from distmlp.engine.plan_task import aligned
 
-PRODUCTS = ("FMA", "TF32", "BF16")
+PRODUCTS = ("FMA", "TF32X3", "TF32", "BF16")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TileShape:
         if self.warpgroups:
             pipe = self.stages * (self.m + aligned(self.n, 64)) * self.k * element + 1024
             return pipe + results if self.n <= 128 else max(pipe, results)
-        deep, flat = 16 // element, 8 if product == "TF32" else 16 // element
+        deep, flat = 16 // element, 8 if product.startswith("TF32") else 16 // element
 
         def stage(a_rows_m: bool, b_rows_k: bool) -> int:
             a = self.m * (self.k + deep) if a_rows_m else self.k * (self.m + flat)
@@ -71,6 +71,8 @@ SHAPES = {
     ),
     "TF32": (
         TileShape(128, 128, 32, (2, 4, 1), 4),
+        TileShape(128, 64, 64, (4, 2, 1), 4),
+        TileShape(128, 64, 32, (4, 2, 1), 4),
         TileShape(64, 64, 32, (2, 2, 2), 4),
         TileShape(32, 32, 64, (1, 1, 8), 8),
         TileShape(32, 16, 64, (1, 1, 8), 8),
@@ -84,6 +86,7 @@ SHAPES = {
         TileShape(16, 32, 128, (1, 1, 8), 8),
     ),
 }
+SHAPES["TF32X3"] = SHAPES["TF32"]
 
 # Beside them on Hopper for BF16. Measured on an H200 for 8192 × 4096 × 4096: 672, 495 and 433 TFLOP/s, where the best
 # of the above reaches 217.
@@ -93,12 +96,18 @@ WARPGROUP_SHAPES = (
 )
 # For weight gradients only. Seven of these cover 1000 columns, so that those of seed-1024 take one round of tiles.
 GRADIENT_COLUMNS = 144
-GRADIENT_SHAPES = (TileShape(128, GRADIENT_COLUMNS, 64, (8, 1, 1), 5, warpgroups=True),)
+GRADIENT_SHAPES = {
+    "BF16": TileShape(128, GRADIENT_COLUMNS, 64, (8, 1, 1), 5, warpgroups=True),
+    "TF32": TileShape(128, GRADIENT_COLUMNS, 32, (8, 1, 1), 4),
+    "TF32X3": TileShape(128, GRADIENT_COLUMNS, 32, (8, 1, 1), 4),
+}
 
 
 def shapes_for(product: str, capability: int, shared_bytes: int) -> list[TileShape]:
     """What can be used for `product` on a device of this compute capability (× 10) and shared memory a block."""
-    shapes = SHAPES[product] + (WARPGROUP_SHAPES + GRADIENT_SHAPES if product == "BF16" and capability == 90 else ())
+    shapes = [*SHAPES[product]]
+    if product in GRADIENT_SHAPES and (product != "BF16" or capability == 90):
+        shapes += [*(WARPGROUP_SHAPES if product == "BF16" else ()), GRADIENT_SHAPES[product]]
     fitted = (shape.fitted(product, shared_bytes) for shape in shapes)
     return [shape for shape in fitted if shape is not None]
 
@@ -133,7 +142,7 @@ def choose_head(layers: Sequence[tuple[int, int]], rows: int, blocks: int, share
 # Clocks of a multiprocessor, fitted to an H200: multiply-adds a clock of the main loops, what a stage costs besides,
 # bytes a clock that come in from L2, beginning a phase, a tile, finishing a result; for a tile of weight gradients
 # beginning, a stage that comes from beyond L2, updating, and handing a result over to another block.
-_MULTIPLIES = {"FMA": 95.0, "TF32": 300.0, "BF16": 450.0}
+_MULTIPLIES = {"FMA": 95.0, "TF32X3": 140.0, "TF32": 300.0, "BF16": 450.0}
 _WARPGROUP_MULTIPLIES = 2000.0
 _STAGE, _BYTES, _PHASE, _TILE, _FINISH = 400.0, 60.0, 1500.0, 500.0, 0.25
 _GRADIENT_TILE, _FAR_STAGE, _UPDATE, _HAND_OVER = 6000.0, 200.0, 0.85, 3.0

@@ -40,6 +40,8 @@ FAMILIES = {
     "bf16 direct, large tiles": ((512,) * 4, 4096, "bf16", {"activation": "gelu"}, "adamw"),
     "bf16 softmax, small tiles": ((100, 500, 10), 32, "bf16", {"loss": "softmax_cross_entropy"}, "nesterov"),
     "bf16 resident": ((100, 1000, 1000, 1000, 2), 32, "bf16", {}, "adam"),
+    "tf32 resident": ((784, 512, 512, 10), 128, "tf32", {}, "adam"),
+    "fp32 resident": ((100, 1000, 1000, 1000, 2), 32, "fp32", {}, "adam"),
     "bf16 narrow": ((32, 64, 64, 16), 4096, "bf16", {}, "adam"),
     "bf16 chain": ((256,) * 6, 4096, "bf16", {}, "adam"),
     "bf16 bulk": ((512,) * 6, 16384, "bf16", {}, "adam"),
@@ -128,8 +130,8 @@ def test_no_float_is_added_by_an_atomic_operation(compiled: dict) -> None:
 @pytest.mark.parametrize(
     "family",
     [
-        "bf16 resident", "bf16 narrow", "bf16 chain", "bf16 bulk", "tf32 bulk", "bf16 sweep", "bf16 passes",
-        "tf32 strips", "fp32 strips",
+        "bf16 resident", "tf32 resident", "fp32 resident", "bf16 narrow", "bf16 chain", "bf16 bulk", "tf32 bulk",
+        "bf16 sweep", "bf16 passes", "tf32 strips", "fp32 strips",
     ],
 )  # fmt: skip
 def test_families_are_those_of_their_kernels(family: str) -> None:
@@ -144,24 +146,26 @@ def compile_probe(monkeypatch: pytest.MonkeyPatch, header: str, claims: list[str
     compiler.cubin("probe.cu", macros, 90)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
 @pytest.mark.parametrize(
     ("widths", "rows", "optimizer", "ema"),
     [
-        ([784, 512, 512, 10], 128, "adam", False), ([1, 3, 1], 1, "sgd", True), ([100, 1064, 2], 32, "momentum", True),
+        ([784, 512, 512, 10], 128, "adam", False), ([1, 3, 1], 1, "sgd", True), ([100, 1000, 2], 32, "momentum", True),
         ([17, *[16] * 7, 2], 64, "rmsprop", False), ([500, 33, 700, 5], 17, "adamw", True),
         ([8, 16, 9], 100, "sgd", False),
     ],
     ids=str,
 )  # fmt: skip
 def test_resident_plan_and_kernel_agree(
-    widths: list[int], rows: int, optimizer: str, ema: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    widths: list[int], rows: int, optimizer: str, ema: bool, precision: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     from distmlp.engine.fused_state import specialisations as of_plan
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    config = make_config(widths, {}, optimizer={"name": optimizer}, run={"precision": "bf16"})
+    config = make_config(widths, {}, optimizer={"name": optimizer}, run={"precision": precision})
     slots = slot_names(optimizer)
-    task = Task(make_network(config), rows, "bf16", config.model.loss, False, False, slots, ema, 1)
+    task = Task(make_network(config), rows, precision, config.model.loss, False, False, slots, ema, 1)
     source, macros = of_plan(config, make_plan(task, DEVICES[90], "resident"))[-1]
     assert source == "resident.cu"
     aligned = ("SCRATCH_AT", "SLOPE_AT", "OUTPUT_AT", "LAST_SLOPE_AT", "LOSSES_AT", "COUNTERS_AT", "FLAGS_AT")

@@ -83,7 +83,7 @@ def test_presets(preset: str, precision: str, device: Device) -> None:
     widths, rows = PRESETS[preset]
     plan = make_plan(task(widths, rows, precision), device)
     check(plan)
-    wanted = "FMA" if precision == "fp32" or device.capability < 80 else precision.upper()
+    wanted = "FMA" if device.capability < 80 else "TF32X3" if precision == "fp32" else precision.upper()
     assert plan.product == wanted
 
 

@@ -45,8 +45,21 @@ SHAPES = [
         ((17, *(16,) * 7, 2), 64), ((784, 512, 512, 10), 128), ((100, 1000, 1000, 1000, 2), 32),
     )
 ]  # fmt: skip
+FLOATS = [
+    case.but(precision=precision)
+    for precision in ("tf32", "fp32")
+    for case in (
+        *(BASE.but(activation=a, limit=1.0) for a in ("gelu", "tanh", "sine", "elu")),
+        BASE.but(activation="relu", batch=100, limit=2.0),
+        BASE.but(widths=(12, 16, 24, 16, 3), activation=("gelu", "softplus", "tanh"), limit=2.0),
+        SOFTMAX.but(labels=True, weights=True, extra=1, standardize=True, limit=1.0),
+        BASE.but(optimizer="adamw", options={"weight_decay": 0.1}, run={"ema_decay": 0.9}, limit=2.0),
+        *(case.but(limit=1.0) for case in SHAPES),
+    )
+]
 CASES = [
     SEED,
+    *(SEED.but(precision=precision) for precision in ("tf32", "fp32")),
     BASE.but(optimizer="adam", batch=128, extra=100),
     BASE.but(widths=(17, 33, 5), optimizer="adam", extra=3),
 ]
@@ -64,6 +77,11 @@ def test_optimizers(case: Case) -> None:
 
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_shapes(case: Case) -> None:
+    check_planned(case, "wide")
+
+
+@pytest.mark.parametrize("case", FLOATS, ids=str)
+def test_floats(case: Case) -> None:
     check_planned(case, "wide")
 
 
@@ -93,9 +111,10 @@ def test_evaluation_sees_the_trained_weights() -> None:
     check_evaluation(CASES[1])
 
 
-def test_large_magnitudes_take_the_slow_way() -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_large_magnitudes_take_the_slow_way(precision: str) -> None:
     """Inputs beyond what the kernel trusts unseen, but nothing that overflows: the same update."""
-    case = BASE.but(activation="relu", optimizer="sgd", widths=(17, 33, 20, 3))
+    case = BASE.but(activation="relu", optimizer="sgd", widths=(17, 33, 20, 3), precision=precision)
     check_large(case, "inputs", 1e5, 1e-13, steps=2)
 
 
@@ -105,8 +124,9 @@ def test_stops_before_a_bad_update(value: float, where: str) -> None:
     check_stops(SEED, value, where)
 
 
-def test_skips_a_bad_batch() -> None:
-    check_skips(SEED)
+@pytest.mark.parametrize("precision", ["bf16", "tf32", "fp32"])
+def test_skips_a_bad_batch(precision: str) -> None:
+    check_skips(SEED.but(precision=precision))
 
 
 DRAWN = drawn(

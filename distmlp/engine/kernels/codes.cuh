@@ -8,9 +8,10 @@ enum Optimizer { SGD, MOMENTUM, NESTEROV, RMSPROP, ADAM, ADAMW, LAMB };
 enum RawType { RAW_U8, RAW_I8, RAW_U16, RAW_I16, RAW_U32, RAW_I32, RAW_U64, RAW_I64, RAW_F16, RAW_F32, RAW_F64 };
 
 // Product: what multiplies matrices. Elements are what activations, errors and weight copies are stored as.
-#define FMA 0   // float32, plain multiply-add
-#define TF32 1  // float32 elements rounded to TF32, tensor cores
-#define BF16 2  // bfloat16 elements, tensor cores
+#define FMA 0     // float32, plain multiply-add
+#define TF32 1    // float32 elements rounded to TF32, tensor cores
+#define BF16 2    // bfloat16 elements, tensor cores
+#define TF32X3 3  // float32, three tensor-core products of what TF32 holds of an operand and what is left of it
 
 #ifndef PRODUCT
 #define PRODUCT FMA

@@ -57,6 +57,12 @@ __device__ __forceinline__ void mma_bf16(float* c, const u32 (&a)[4], u32 b0, u3
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// What TF32 holds of a float, rounded, and what is left of it.
+__device__ __forceinline__ void split_tf32(u32& bits, u32& rest) {
+    const float x = __uint_as_float(bits);
+    bits = bits + 0x1000u & 0xffffe000u;
+    rest = __float_as_uint(x - __uint_as_float(bits));
+}
 __device__ __forceinline__ void mma_tf32(float* c, const u32 (&a)[4], u32 b0, u32 b1) {  // 16×8×8
     asm volatile(
         "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

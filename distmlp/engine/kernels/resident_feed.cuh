@@ -80,11 +80,10 @@ struct Feed {
             large |= exceeds(x[i], LARGE_ACTIVATION);
         }
         __syncwarp();
-        const uint4 operand =
-            make_uint4(pack_pair(x[0], x[1]), pack_pair(x[2], x[3]), pack_pair(x[4], x[5]), pack_pair(x[6], x[7]));
-        const int at = turn * (MATRIX_BYTES<0> / 16) + (block * TILES + tile) * 32 + lane_id();
-        __stcg((uint4*)(exchange + FIXED(activation_at(0))) + at, operand);
-        __stcg((uint4*)(exchange + FIXED(activation_turned_at(0))) + at, transpose(operand));
+        const Tile operand = {pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])};
+        const int at = turn * MATRIX_BYTES<0>;
+        store_tile(exchange + FIXED(activation_at(0)) + at, block * TILES + tile, operand);
+        store_tile(exchange + FIXED(activation_turned_at(0)) + at, block * TILES + tile, transpose(operand));
         return large;
     }
 #if RESIDENT_RANKS > 1

@@ -70,15 +70,15 @@ __device__ __forceinline__ bool output_errors(int rows, const float* weights, fl
 }
 
 // The errors of a row tile of the group as an operand (rows, outputs).
-__device__ __forceinline__ uint4 error_operand(int t) {
+__device__ __forceinline__ Tile error_operand(int t) {
     const float* at = shared<float>(OUTPUT_AT) + row_of(t) * OUTPUT_STRIDE + column();
     const auto pair = [&](int offset) {
         const float2 v = *(const float2*)(at + offset);
-        return pack_pair(v.x, v.y);
+        return pack(v.x, v.y);
     };
-    return make_uint4(
-        pair(0), pair(8 * OUTPUT_STRIDE), OUTPUT_TILES > 1 ? pair(8) : 0u,
-        OUTPUT_TILES > 1 ? pair(8 * OUTPUT_STRIDE + 8) : 0u);
+    return Tile{
+        pair(0), pair(8 * OUTPUT_STRIDE), OUTPUT_TILES > 1 ? pair(8) : pair_of(0u),
+        OUTPUT_TILES > 1 ? pair(8 * OUTPUT_STRIDE + 8) : pair_of(0u)};
 }
 
 // The group's output errors to where the output layer's gradients are made, by one of its blocks.
@@ -91,7 +91,7 @@ __device__ __forceinline__ void store_output_errors(u8* exchange, int step, cons
     __stcg((uint4*)turned + place.tile(t) * 32 + lane_id(), error);
     send(step, FIXED(sent_error_at(LAYERS)) + 16 * (place.tile(t) * 32 + lane_id()), error);
 #else
-    __stcg((uint4*)turned + place.tile(t) * 32 + lane_id(), transpose(error_operand(t)));
+    store_tile(turned, place.tile(t), transpose(error_operand(t)));
 #endif
     if (lane_id() >= 16) return;
     float sum = 0.f;
@@ -106,17 +106,45 @@ __device__ __forceinline__ void store_output_errors(u8* exchange, int step, cons
 }
 
 // A pair of the error of the last hidden layer: `x`, `y` derivatives by its outputs, `kept` those outputs or the slopes.
-__device__ __forceinline__ void apply_slopes(float& x, float& y, u32 kept) {
+__device__ __forceinline__ void apply_slopes(float& x, float& y, const Pair& kept) {
     constexpr int KIND = activation(HIDDEN - 1);
-    const float a = __uint_as_float(kept << 16), b = __uint_as_float(kept & 0xffff0000u);
-    x *= stores_slope(KIND) ? a : slope_of_output(KIND, a);
-    y *= stores_slope(KIND) ? b : slope_of_output(KIND, b);
+    const float2 v = unpack(kept);
+    x *= stores_slope(KIND) ? v.x : slope_of_output(KIND, v.x);
+    y *= stores_slope(KIND) ? v.y : slope_of_output(KIND, v.y);
 }
+
+// What ReLU keeps of its outputs, in the place of their registers: which are positive.
+struct Signs {
+    static constexpr int COUNT = turns(DEPTH<HIDDEN>) * GROUP_TILES;
+    u32 bits[(COUNT + 3) / 4];
+
+    __device__ __forceinline__ explicit Signs(const Operand<DEPTH<HIDDEN>, GROUP_TILES>& hidden) : bits() {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const Tile& v = hidden.v[i];
+            bits[i / 4] |= (of(v.x) | of(v.y) << 2 | of(v.z) << 4 | of(v.w) << 6) << i % 4 * 8;
+        }
+    }
+    __device__ __forceinline__ Tile operator[](int i) const {
+        return {pair(i, 0), pair(i, 2), pair(i, 4), pair(i, 6)};
+    }
+
+   private:
+    static __device__ __forceinline__ u32 of(const Pair& v) {
+        const float2 y = unpack(v);
+        return (y.x > 0.f ? 1u : 0u) | (y.y > 0.f ? 2u : 0u);
+    }
+    __device__ __forceinline__ Pair pair(int i, int bit) const {
+        const u32 own = bits[i / 4] >> (i % 4 * 8 + bit);
+        return pack(own & 1 ? 1.f : 0.f, own & 2 ? 1.f : 0.f);
+    }
+};
+constexpr bool SIGNS_DO = PRODUCT != BF16 && (activation(HIDDEN - 1) == RELU || activation(HIDDEN - 1) == LEAKY_RELU);
 
 struct OutputLayer {
     typedef Operand<DEPTH<HIDDEN>, GROUP_TILES> Rows;
     Rows hidden;
-    Operand<DEPTH<HIDDEN>, 1> weights;
+    Operand<DEPTH<HIDDEN>, 1, OUTPUT_TILES == 1> weights;
 
     // Ends with all threads at a barrier, the network's outputs in shared memory.
     __device__ __forceinline__ void forward() {
@@ -128,7 +156,7 @@ struct OutputLayer {
                     float4 sum = zeros();
 #pragma unroll
                     for (int i = 0; i < turns(DEPTH<HIDDEN>); ++i) {
-                        const uint4& w = weights.v[i];
+                        const Tile& w = weights.v[i];
                         multiply(sum, hidden.v[i * GROUP_TILES + t], n ? w.z : w.x, n ? w.w : w.y);
                     }
                     share(warp_id(), t * OUTPUT_TILES + n) = sum;
@@ -139,32 +167,32 @@ struct OutputLayer {
 
     // From the errors in shared memory; `kept`: outputs or slopes of the last hidden layer. Stores the block's own error of
     // that layer, and leaves shares of the derivative by the block's columns below it.
+    template <class Kept>
     __device__ __forceinline__ void backward(
-        u8* exchange, int step, const Place& place, const Rows& kept, const Operand<DEPTH<HIDDEN>, COLUMN_BLOCKS>& below) {
+        u8* exchange, int step, const Place& place, const Kept& kept, const Operand<DEPTH<HIDDEN>, COLUMN_BLOCKS>& below) {
         constexpr int TURNS = turns(DEPTH<HIDDEN>);
         float4 sum[GROUP_TILES][2 * COLUMN_BLOCKS] = {};
-        uint4 error[GROUP_TILES];
+        Tile error[GROUP_TILES];
 #pragma unroll
         for (int t = 0; t < GROUP_TILES; ++t) error[t] = error_operand(t);
 #pragma unroll
         for (int i = 0; i < TURNS; ++i) {
-            const uint4 w = transpose(weights.v[i]);
+            const Tile w = transpose(weights.v[i]);
             const int own = warp_id() + i * WARPS - place.block;
 #pragma unroll
             for (int t = 0; t < GROUP_TILES; ++t) {
-                const uint4& k = kept.v[i * GROUP_TILES + t];
+                const Tile& k = kept[i * GROUP_TILES + t];
                 float4 low = zeros(), high = zeros();
-                multiply(low, error[t], w.x, OUTPUT_TILES > 1 ? w.z : 0u);
-                multiply(high, error[t], w.y, OUTPUT_TILES > 1 ? w.w : 0u);
+                multiply(low, error[t], w.x, OUTPUT_TILES > 1 ? w.z : pair_of(0u));
+                multiply(high, error[t], w.y, OUTPUT_TILES > 1 ? w.w : pair_of(0u));
                 apply_slopes(low.x, low.y, k.x), apply_slopes(low.z, low.w, k.y);
                 apply_slopes(high.x, high.y, k.z), apply_slopes(high.z, high.w, k.w);
-                const uint4 a = make_uint4(
-                    pack_pair(low.x, low.y), pack_pair(low.z, low.w), pack_pair(high.x, high.y),
-                    pack_pair(high.z, high.w));
+                const Tile a = {
+                    pack(low.x, low.y), pack(low.z, low.w), pack(high.x, high.y), pack(high.z, high.w)};
                 if (HIDDEN > 1)
 #pragma unroll
                     for (int n = 0; n < COLUMN_BLOCKS; ++n) {
-                        const uint4& b = below.v[i * COLUMN_BLOCKS + n];
+                        const Tile& b = below.v[i * COLUMN_BLOCKS + n];
                         multiply(sum[t][2 * n], a, b.x, b.y);
                         multiply(sum[t][2 * n + 1], a, b.z, b.w);
                     }

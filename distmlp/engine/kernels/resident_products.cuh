@@ -4,10 +4,34 @@
 
 namespace resident {
 
-__device__ __forceinline__ void multiply(float4& sum, const uint4& a, u32 b0, u32 b1) {
-    const u32 operand[4] = {a.x, a.y, a.z, a.w};
+#if PRODUCT != BF16
+// Eight deep. For float32 three products: of what TF32 holds of an operand, and of what is left; tensor cores leave out what
+// TF32 does not hold.
+__device__ __forceinline__ void multiply(float (&c)[4], const Pair& upper, const Pair& lower, const Pair& b) {
+    u32 a[4] = {upper.x, lower.x, upper.y, lower.y};
+#if PRODUCT == TF32X3
+    u32 rest[4], of_b[2] = {b.x, b.y}, rest_of_b[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) split_tf32(a[i], rest[i]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) split_tf32(of_b[i], rest_of_b[i]);
+    mma_tf32(c, rest, of_b[0], of_b[1]);
+    mma_tf32(c, a, rest_of_b[0], rest_of_b[1]);
+    mma_tf32(c, a, of_b[0], of_b[1]);
+#else
+    mma_tf32(c, a, b.x, b.y);
+#endif
+}
+#endif
+__device__ __forceinline__ void multiply(float4& sum, const Tile& a, const Pair& b0, const Pair& b1) {
     float c[4] = {sum.x, sum.y, sum.z, sum.w};
+#if PRODUCT == BF16
+    const u32 operand[4] = {a.x, a.y, a.z, a.w};
     mma_bf16(c, operand, b0, b1);
+#else
+    multiply(c, a.x, a.y, b0);
+    multiply(c, a.z, a.w, b1);
+#endif
     sum = make_float4(c[0], c[1], c[2], c[3]);
 }
 
@@ -16,8 +40,8 @@ template <int BLOCKS, int PER>
 __device__ __forceinline__ void turn_weights(Operand<BLOCKS, PER>& w) {
 #pragma unroll
     for (int i = 0; i < w.COUNT; ++i) {
-        const uint4 v = transpose(w.v[i]);
-        w.v[i] = make_uint4(v.x, v.z, v.y, v.w);
+        const Tile v = transpose(w.v[i]);
+        w.v[i] = Tile{v.x, v.z, v.y, v.w};
     }
 }
 
@@ -50,7 +74,7 @@ __device__ __forceinline__ void multiply_rows(
         for (int t = 0; t < GROUP_TILES; ++t)
 #pragma unroll
             for (int n = 0; n < COLUMN_BLOCKS; ++n) {
-                const uint4 &rows = a.v[i * GROUP_TILES + t], &w = b.v[i * COLUMN_BLOCKS + n];
+                const Tile &rows = a.v[i * GROUP_TILES + t], &w = b.v[i * COLUMN_BLOCKS + n];
                 multiply(sum[t][2 * n], rows, w.x, w.y);
                 multiply(sum[t][2 * n + 1], rows, w.z, w.w);
             }
@@ -66,7 +90,7 @@ __device__ __forceinline__ int column() { return 2 * (lane_id() & 3); }
 
 // Error I of a row tile and a group of eight columns, as gradients of weights and of biases want it.
 template <int I>
-__device__ __forceinline__ void store_error(u8* exchange, int step, int group, int tile, const float4& v, u32 upper, u32 lower) {
+__device__ __forceinline__ void store_error(u8* exchange, int step, int group, int tile, const float4& v, const Pair& upper, const Pair& lower) {
     u8* turned = exchange + FIXED(error_turned_at(I)) + (step & 1) * MATRIX_BYTES<I>;
 #if RESIDENT_RANKS > 1
     const u32 upper_turned = transpose(upper), lower_turned = transpose(lower);

@@ -13,8 +13,9 @@
 //
 // Activation i is the input of layer i (0: the batch), error i the loss's derivative by its pre-activation (i > 0; LAYERS: the
 // network's output). Matrices (rows, features) and weights (outputs, inputs) are exchanged in tiles of 16 x 16 as a
-// warp's operand registers of mma.m16n8k16 hold them, 16 bytes a lane: words of the 8 x 8 at rows 0 and 8 of the first
-// eight columns, then of the last eight.
+// warp's operand registers of mma.m16n8k16 hold them, 16 bytes a lane: pairs of the 8 x 8 at rows 0 and 8 of the first
+// eight columns, then of the last eight. With floats for elements it is 16 bytes a lane of the first eight columns, and as
+// many of the last eight behind them: mma.m16n8k8 takes columns 2 i and 2 i + 1 for i and i + 4, in both operands.
 #pragma once
 #include "network_shape.cuh"
 #include "optimizers.cuh"
@@ -33,7 +34,8 @@ constexpr int BLOCKS = RESIDENT_BLOCKS, WARPS = RESIDENT_WARPS, BLOCK_THREADS = 
 constexpr int GROUPS = RESIDENT_GROUPS, GROUP_TILES = RESIDENT_GROUP_TILES, GROUP_ROWS = 16 * GROUP_TILES;
 constexpr int TILES = GROUPS * GROUP_TILES, ROWS = 16 * TILES;
 constexpr int COLUMN_BLOCKS = RESIDENT_COLUMN_BLOCKS, COLUMNS = 16 * COLUMN_BLOCKS;
-constexpr int TILE_BYTES = 512;
+constexpr int TILE_BYTES = PRODUCT == BF16 ? 512 : 1024;  // of operands
+constexpr int SUMS_BYTES = 512;                           // 16 x 8 float sums of a warp, a float4 a lane
 constexpr int RANKS = RESIDENT_RANKS, ALL_TILES = RANKS * TILES;  // of the rows of all ranks
 
 SHAPE_FN int divided(int n, int by) { return (n + by - 1) / by; }
@@ -86,7 +88,7 @@ SHAPE_FN int staged_bytes(int from, int to) {
 constexpr int AT_ONCE = HIDDEN < 2 ? HIDDEN : 2;  // layers whose update ends a step; the next step begins with the others'
 SHAPE_FN int larger(int a, int b) { return a > b ? a : b; }
 SHAPE_FN int scratch_bytes() {
-    return larger(WARPS * SHARE_TILES * TILE_BYTES, larger(staged_bytes(0, AT_ONCE), staged_bytes(AT_ONCE, LAYERS)));
+    return larger(WARPS * SHARE_TILES * SUMS_BYTES, larger(staged_bytes(0, AT_ONCE), staged_bytes(AT_ONCE, LAYERS)));
 }
 constexpr int SCRATCH_AT = state_at(LAYERS);
 // Slopes of the block's own outputs, of all hidden layers but the last: (layer, tile, lane) float4.
@@ -95,7 +97,7 @@ constexpr int SLOPE_AT = SCRATCH_AT + scratch_bytes();
 // Network outputs of the group, then their errors: (group rows, OUTPUT_STRIDE); targets (group rows, OUTPUTS), labels
 // (group rows), sample weights (rows).
 constexpr int OUTPUT_STRIDE = 8 * OUTPUT_TILES + 2;
-constexpr int OUTPUT_AT = SLOPE_AT + (HIDDEN - 1) * OWN_TILES * TILE_BYTES;
+constexpr int OUTPUT_AT = SLOPE_AT + (HIDDEN - 1) * OWN_TILES * SUMS_BYTES;
 constexpr int TARGETS_AT = OUTPUT_AT + GROUP_ROWS * OUTPUT_STRIDE * 4;
 constexpr int LABELS_AT = TARGETS_AT + GROUP_ROWS * OUTPUTS * 4;
 constexpr int WEIGHTS_AT = LABELS_AT + GROUP_ROWS * 4;

@@ -46,6 +46,7 @@ __device__ __forceinline__ void Steps::step(int s) {
     Gradient<0> bottom;
     Gradient<AT_ONCE - 1> top;
     bottom.ask_inputs(exchange, k);
+    if (PRODUCT != BF16) ask_rows();
 #if RESIDENT_RANKS > 1
     clear_sent(k);
     say(!await());

@@ -5,7 +5,7 @@
 
 namespace resident {
 
-static_assert(PRODUCT == BF16, "operands are bfloat16");
+static_assert(PRODUCT != FMA && (PRODUCT == BF16 || RANKS == 1), "several ranks exchange bfloat16");
 static_assert(SHARED_BYTES == RESIDENT_SHARED_BYTES && EXCHANGE_BYTES == RESIDENT_EXCHANGE_BYTES, "as plan_resident.py");
 static_assert(OUTPUT_TILES <= 2 && HIDDEN >= 1 && ROWS <= BLOCK_THREADS && FEW <= BLOCK_THREADS && GROUP_TILES <= WARPS);
 
@@ -55,9 +55,9 @@ struct Steps {
                 if (group >= 2 * DEPTH<I> || !computes) continue;
                 for (int turn = 0; turn < RING; ++turn) {
                     const int at = turn * MATRIX_BYTES<I>;
-                    store_half(exchange + FIXED(activation_at(I)) + at, group, t, UNWRITTEN, UNWRITTEN);
-                    if (I == HIDDEN) store_half(exchange + LAST_SLOPE_AT + at, group, t, UNWRITTEN, UNWRITTEN);
-                    if (I > 1 && I < HIDDEN) store_half(exchange + FIXED(error_at(I)) + at, group, t, UNWRITTEN, UNWRITTEN);
+                    store_half(exchange + FIXED(activation_at(I)) + at, group, t, pair_of(UNWRITTEN), pair_of(UNWRITTEN));
+                    if (I == HIDDEN) store_half(exchange + LAST_SLOPE_AT + at, group, t, pair_of(UNWRITTEN), pair_of(UNWRITTEN));
+                    if (I > 1 && I < HIDDEN) store_half(exchange + FIXED(error_at(I)) + at, group, t, pair_of(UNWRITTEN), pair_of(UNWRITTEN));
                 }
             }
             clear<I + 1>();
@@ -86,13 +86,19 @@ struct Steps {
 #endif
         doubt |= doubt_next;
         doubt_next = feed.store(exchange, (k + 1) % RING);
-        feed.load(raw);
-        feed.pick(raw, info(3));
+        if (PRODUCT == BF16) ask_rows();
         wanted.load(raw);
         wanted.pick(raw, info(1));
 #if RESIDENT_RANKS > 1
         feed.send_recalled(k, own_batch);
 #endif
+    }
+
+    // The loads of the step after the next one. With floats they begin once the operands of the products have left their
+    // registers.
+    __device__ __forceinline__ void ask_rows() {
+        feed.load(raw);
+        feed.pick(raw, info(3));
     }
 
     // Addresses are worked out again behind it: kept from step to step, they would take the registers of operands.
@@ -133,14 +139,14 @@ struct Steps {
             };
             output(v.x, slope.x, 0, column()), output(v.y, slope.y, 0, column() + 1);
             output(v.z, slope.z, 1, column()), output(v.w, slope.w, 1, column() + 1);
-            const u32 upper = pack_pair(v.x, v.y), lower = pack_pair(v.z, v.w);
+            const Pair upper = pack(v.x, v.y), lower = pack(v.z, v.w);
             tell_half(exchange + FIXED(activation_at(L + 1)), MATRIX_BYTES<L + 1>, k, group, tile, upper, lower);
             if (L < HIDDEN - 1)
                 shared<float4>(SLOPE_AT)[(L * OWN_TILES + i) * 32 + lane_id()] = slope;
             else if (stores_slope(activation(L)))
                 tell_half(
-                    exchange + LAST_SLOPE_AT, MATRIX_BYTES<L + 1>, k, group, tile, pack_pair(slope.x, slope.y),
-                    pack_pair(slope.z, slope.w));
+                    exchange + LAST_SLOPE_AT, MATRIX_BYTES<L + 1>, k, group, tile, pack(slope.x, slope.y),
+                    pack(slope.z, slope.w));
             __syncwarp();
             u8* turned = exchange + FIXED(activation_turned_at(L + 1)) + (k & 1) * MATRIX_BYTES<L + 1>;
 #if RESIDENT_RANKS > 1
@@ -172,10 +178,12 @@ struct Steps {
         const int turn = k % RING * MATRIX_BYTES<HIDDEN>;
         if (HIDDEN <= 2) await_ready(TOP_READY);
         layer.weights.load(exchange + FIXED(weight_at(HIDDEN)), [](int block, int) { return block; });
-        if constexpr (HIDDEN > 1) load_backward<HIDDEN - 1>(below);
+        if constexpr (HIDDEN > 1 && PRODUCT == BF16) load_backward<HIDDEN - 1>(below);
         layer.hidden.await(exchange + FIXED(activation_at(HIDDEN)) + turn, rows);
         copy_wait<0>();  // targets and sample weights
         layer.forward();
+        const Signs signs(layer.hidden);
+        if constexpr (HIDDEN > 1 && PRODUCT != BF16) load_backward<HIDDEN - 1>(below);  // for want of registers
         const int first = place.group * GROUP_ROWS;
         doubt |= output_errors(info().rows - first, shared<float>(WEIGHTS_AT) + first, loss);
         if constexpr (HIDDEN > 1) turn_weights(below);
@@ -184,9 +192,11 @@ struct Steps {
         if (stores_slope(activation(HIDDEN - 1))) {
             OutputLayer::Rows slopes;
             slopes.await(exchange + LAST_SLOPE_AT + turn, rows);
-            layer.backward(exchange, k, place, slopes, below);
+            layer.backward(exchange, k, place, slopes.v, below);
+        } else if constexpr (SIGNS_DO) {
+            layer.backward(exchange, k, place, signs, below);
         } else {
-            layer.backward(exchange, k, place, layer.hidden, below);
+            layer.backward(exchange, k, place, layer.hidden.v, below);
         }
         if constexpr (HIDDEN > 1) finish_error<HIDDEN - 2>();
         if (place.block == 0) {
@@ -213,7 +223,7 @@ struct Steps {
             float4 v = sum_shares<workers(DEPTH<L + 2>)>(i);
             const float4 slope = shared<float4>(SLOPE_AT)[(L * OWN_TILES + i) * 32 + lane_id()];
             v.x *= slope.x, v.y *= slope.y, v.z *= slope.z, v.w *= slope.w;
-            const u32 upper = pack_pair(v.x, v.y), lower = pack_pair(v.z, v.w);
+            const Pair upper = pack(v.x, v.y), lower = pack(v.z, v.w);
             if constexpr (L > 0)
                 tell_half(exchange + FIXED(error_at(L + 1)), MATRIX_BYTES<L + 1>, k, group, tile, upper, lower);
             store_error<L + 1>(exchange, k, group, tile, v, upper, lower);

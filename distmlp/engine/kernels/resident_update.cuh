@@ -31,15 +31,15 @@ __device__ __forceinline__ bool is_large(const float4& w) {
 // A 16 x 16 of weights of layer L, halves `low` and `high`, to where all blocks multiply with them.
 template <int L>
 __device__ __forceinline__ void publish_weights(u8* exchange, int turn, int in, int out, const float4& low, const float4& high) {
-    const uint4 w = make_uint4(
-        pack_pair(low.x, low.y), pack_pair(high.x, high.y), pack_pair(low.z, low.w), pack_pair(high.z, high.w));
-    uint4* to = (uint4*)(exchange + FIXED(weight_at(L))) + (out * DEPTH<L> + in) * 32 + lane_id();
+    const Tile w = {pack(low.x, low.y), pack(high.x, high.y), pack(low.z, low.w), pack(high.z, high.w)};
+    u8* to = exchange + FIXED(weight_at(L));
+    const int number = out * DEPTH<L> + in;
     if (L > 0) {
-        __stcg(to, w);
+        store_tile(to, number, w);
         return;
     }
-    tell(to + turn * (WEIGHT_BYTES<L> / 16), w);
-    tell(to + (turn ^ 1) * (WEIGHT_BYTES<L> / 16), make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN));
+    tell_tile(to + turn * WEIGHT_BYTES<L>, number, w);
+    tell_tile(to + (turn ^ 1) * WEIGHT_BYTES<L>, number, same(pair_of(UNWRITTEN)));
 }
 
 // The block's patch of layer L, and how its warps share it out.
@@ -149,21 +149,27 @@ __device__ __forceinline__ bool beyond(const float4& v, float limit) {
     return !(fabsf(v.x) < limit && fabsf(v.y) < limit && fabsf(v.z) < limit && fabsf(v.w) < limit);
 }
 
+// A tile of errors in shared memory.
+__device__ __forceinline__ Tile staged_tile(const u8* errors, int number) {
+    return load_tile<false>(errors, number, [](const uint4* from) { return *from; });
+}
+
 // Gradient of the block's patch of layer L, and its update, in three parts: the activations asked for, the errors on their
 // way to shared memory, and the rest behind a barrier of the block.
 template <int L>
 struct Gradient {
     typedef Patch<L> P;
-    static constexpr bool AHEAD = P::IN_TURNS * TILES <= 16;  // all activations at once
+    // All activations at once: with floats, of which a warp has fewer registers left, those of the lowest layer.
+    static constexpr bool AHEAD = PRODUCT == BF16 ? P::IN_TURNS * TILES <= 16 : L == 0 && P::IN_TURNS * TILES <= 4;
     P patch;
-    uint4 inputs[AHEAD ? P::IN_TURNS : 1][TILES];
+    Tile inputs[AHEAD ? P::IN_TURNS : 1][TILES];
 
-    __device__ __forceinline__ void load(const u8* exchange, int step, int i, uint4 (&to)[TILES]) const {
+    __device__ __forceinline__ void load(const u8* exchange, int step, int i, Tile (&to)[TILES]) const {
         const u8* turned = exchange + FIXED(activation_turned_at(L)) + (L ? step & 1 : step % RING) * MATRIX_BYTES<L>;
         if (patch.has_in(i))
 #pragma unroll
             for (int t = 0; t < TILES; ++t)
-                to[t] = __ldcg((const uint4*)turned + ((patch.in + P::in_of(i)) * TILES + t) * 32 + lane_id());
+                to[t] = load_tile(turned, (patch.in + P::in_of(i)) * TILES + t);
     }
 #if RESIDENT_RANKS > 1
     // Those of the other ranks.
@@ -200,7 +206,7 @@ struct Gradient {
     }
     __device__ __forceinline__ void stage_errors(const u8* exchange, int step, int scratch) const {
         const u8* turned = exchange + FIXED(error_turned_at(L + 1)) + (step & 1) * MATRIX_BYTES<L + 1>;
-        constexpr int EACH = TILES * 32;
+        constexpr int EACH = TILES * (TILE_BYTES / 16);
         if (patch.exists)
             for (int i = threadIdx.x; i < P::OUT * EACH; i += BLOCK_THREADS)
                 if (patch.out + i / EACH < DEPTH<L + 1>)
@@ -223,7 +229,7 @@ struct Gradient {
 #pragma unroll
         for (int i = 0; i < P::IN_TURNS; ++i) {
             if (!patch.has_in(i)) break;
-            uint4(&a)[TILES] = inputs[AHEAD ? i : 0];
+            Tile(&a)[TILES] = inputs[AHEAD ? i : 0];
             if (!AHEAD) load(exchange, update.step, i, a);
 #if RESIDENT_RANKS > 1
             uint4 others[OTHERS * TILES];
@@ -232,7 +238,7 @@ struct Gradient {
 #pragma unroll 1
             for (int j = 0; j < P::OUT_TURNS; ++j) {
                 if (!patch.has_out(j)) break;
-                const uint4* errors = shared<uint4>(SCRATCH_AT + scratch) + P::out_of(j) * TILES * 32 + lane_id();
+                const u8* errors = shared<u8>(SCRATCH_AT + scratch) + P::out_of(j) * TILES * TILE_BYTES;
                 float4 sum[2] = {zeros(), zeros()};
 #if RESIDENT_RANKS > 1
 #pragma unroll
@@ -242,15 +248,15 @@ struct Gradient {
                         uint4 of_others[OTHERS];
 #pragma unroll
                         for (int other = 0; other < OTHERS; ++other) of_others[other] = others[other * TILES + t];
-                        const uint4 x = of_rank(r, a[t], of_others), e = errors[(r * P::OUT * TILES + t) * 32];
-                        const uint4 e_turned = make_uint4(e.x, e.z, e.y, e.w);
+                        const Tile x = of_rank(r, a[t], of_others), e = staged_tile(errors, r * P::OUT * TILES + t);
+                        const Tile e_turned = {e.x, e.z, e.y, e.w};
                         multiply(sum[0], e_turned, x.x, x.y);
                         multiply(sum[1], e_turned, x.z, x.w);
                     }
 #else
 #pragma unroll
                 for (int t = 0; t < TILES; ++t) {
-                    const uint4 e = errors[t * 32], e_turned = make_uint4(e.x, e.z, e.y, e.w);
+                    const Tile e = staged_tile(errors, t), e_turned = {e.x, e.z, e.y, e.w};
                     multiply(sum[0], e_turned, a[t].x, a[t].y);
                     multiply(sum[1], e_turned, a[t].z, a[t].w);
                 }

@@ -9,7 +9,7 @@
 template <class S, bool A_ROWS_M, bool B_ROWS_K>
 struct Product {
     static constexpr int DEEP_PAD = 16 / sizeof(Element);  // rows run along k
-    static constexpr int FLAT_PAD = PRODUCT == TF32 ? 8 : 16 / (int)sizeof(Element);
+    static constexpr int FLAT_PAD = PRODUCT == TF32 || PRODUCT == TF32X3 ? 8 : 16 / (int)sizeof(Element);
     typedef Staged<A_ROWS_M ? S::M : S::K, A_ROWS_M ? S::K : S::M, A_ROWS_M ? DEEP_PAD : FLAT_PAD> StageA;
     typedef Staged<B_ROWS_K ? S::K : S::N, B_ROWS_K ? S::N : S::K, B_ROWS_K ? FLAT_PAD : DEEP_PAD> StageB;
     static constexpr int STAGE = StageA::SIZE + StageB::SIZE;
@@ -130,6 +130,9 @@ struct Product {
 #else
         a += A_ROWS_M ? warp_m * WARP_M * StageA::STRIDE : warp_m * WARP_M;
         b += B_ROWS_K ? warp_n * WARP_N : warp_n * WARP_N * StageB::STRIDE;
+#if PRODUCT == TF32X3
+        float part[PAIRS * 2] = {};
+#endif
 #pragma unroll
         for (int k = 0; k < S::K / STEP_K / S::WK; ++k) {
             const int k0 = (k * S::WK + warp_k) * STEP_K;
@@ -138,11 +141,28 @@ struct Product {
             for (int i = 0; i < TM; ++i) fragment_a(fa[i], a, i * 16, k0);
 #pragma unroll
             for (int j = 0; j < TN / 2; ++j) fragment_b(fb[j], b, j * 16, k0);
+#if PRODUCT == TF32X3
+            u32 la[TM][4], lb[TN / 2][4];
+#pragma unroll
+            for (int i = 0; i < TM; ++i)
+#pragma unroll
+                for (int q = 0; q < 4; ++q) split_tf32(fa[i][q], la[i][q]);
+#pragma unroll
+            for (int j = 0; j < TN / 2; ++j)
+#pragma unroll
+                for (int q = 0; q < 4; ++q) split_tf32(fb[j][q], lb[j][q]);
+#endif
 #pragma unroll
             for (int i = 0; i < TM; ++i)
 #pragma unroll
                 for (int j = 0; j < TN; ++j) {
+#if PRODUCT == TF32X3
+                    float* where = part + (i * TN + j) * 4;
+                    mma_tf32(where, la[i], fb[j / 2][j % 2 * 2], fb[j / 2][j % 2 * 2 + 1]);
+                    mma_tf32(where, fa[i], lb[j / 2][j % 2 * 2], lb[j / 2][j % 2 * 2 + 1]);
+#else
                     float* where = c + (i * TN + j) * 4;
+#endif
 #if PRODUCT == BF16
                     mma_bf16(where, fa[i], fb[j / 2][j % 2 * 2], fb[j / 2][j % 2 * 2 + 1]);
 #else
@@ -150,6 +170,10 @@ struct Product {
 #endif
                 }
         }
+#if PRODUCT == TF32X3
+#pragma unroll
+        for (int i = 0; i < PAIRS * 2; ++i) c[i] += part[i];
+#endif
 #endif
     }
 
@@ -164,7 +188,7 @@ struct Product {
         if (B_ROWS_K) load_matrices_transposed(f, b + (k + (lane & 15)) * StageB::STRIDE + n + (lane >> 4) * 8);
         else load_matrices(f, b + (n + (lane & 7) + (lane >> 4) * 8) * StageB::STRIDE + k + (lane >> 3 & 1) * 8);
     }
-#elif PRODUCT == TF32
+#elif PRODUCT != FMA
     // 16 (m) × 8 (k) of A, and 8 (k) × 16 (n) of B. An 8 × 8 matrix of 2-byte elements is one of 8 × 4 floats.
     __device__ __forceinline__ void fragment_a(u32 (&f)[4], const Element* a, int m, int k) const {
         if (A_ROWS_M) {

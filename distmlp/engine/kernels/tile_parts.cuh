@@ -5,7 +5,7 @@
 #define THREADS 256
 #if PRODUCT == BF16
 #define STEP_K 16  // depth of one tensor-core product
-#elif PRODUCT == TF32
+#elif PRODUCT != FMA
 #define STEP_K 8
 #else
 #define STEP_K 4
@@ -33,7 +33,18 @@ struct Staged {
     static constexpr int CHUNK = 16 / sizeof(Element), CHUNKS = COLS / CHUNK, PASS = THREADS / CHUNKS;
 
     static __device__ __forceinline__ void load(Element* tile, const View& from, int row, int col) {
-        static_assert(COLS % CHUNK == 0 && THREADS % CHUNKS == 0, "threads share the rows out evenly");
+        static_assert(COLS % CHUNK == 0, "whole chunks");
+        if constexpr (THREADS % CHUNKS != 0) {
+#pragma unroll
+            for (int i = 0; i < ROWS * CHUNKS; i += THREADS) {
+                const int at = i + threadIdx.x, r = at / CHUNKS, c = at % CHUNKS * CHUNK;
+                if ((ROWS * CHUNKS) % THREADS == 0 || at < ROWS * CHUNKS)
+                    copy_async(
+                        tile + r * STRIDE + c, from.base + (i64)(row + r) * from.ld + (col + c),
+                        row + r < from.rows && col + c < from.cols);
+            }
+            return;
+        }
         const int c = threadIdx.x % CHUNKS * CHUNK;
         const bool inside = col + c < from.cols;
         const int first = threadIdx.x / CHUNKS;
