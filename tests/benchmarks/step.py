@@ -153,7 +153,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--subjects", default="", help=f"default: {','.join(SUBJECTS)}; --random: without torch")
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the matrix products")
     parser.add_argument("--devices", default=os.environ.get("CUDA_VISIBLE_DEVICES") or "0", help="comma separated")
-    parser.add_argument("--megabytes", type=int, default=512, help="of rows, about (default: %(default)s)")
+    parser.add_argument("--megabytes", type=int, default=2048, help="of rows, about (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=480, help="for everything (default: %(default)s)")
     parser.add_argument("--warm", type=int, default=min(32, os.cpu_count() or 1), help="compilers at a time; 0: none")
     parser.add_argument("--caches", type=Path, help="folder of the compilers' caches; default: a temporary one")

@@ -52,8 +52,8 @@ class Problem:
     block_seconds: float = BLOCK_SECONDS
 
     @classmethod
-    def of(cls, preset: Preset, precision: str = "bf16", data_bytes: int = 512 << 20) -> Problem:
-        most = 64 if preset.batch * sum(preset.layers) > 1 << 20 else 1000
+    def of(cls, preset: Preset, precision: str = "bf16", data_bytes: int = 2048 << 20) -> Problem:
+        most = 256 if preset.batch * sum(preset.layers) > 1 << 20 else 1000
         return cls(preset, precision, min(preset.batches_in(data_bytes), most))
 
     @cached_property
@@ -115,7 +115,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--presets", required=True, help="comma separated; also WIDTHS@BATCH")
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the matrix products")
-    parser.add_argument("--megabytes", type=int, default=512, help="of rows, about")
+    parser.add_argument("--megabytes", type=int, default=2048, help="of rows, about")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, each with the preset's batch")
     parser.add_argument("--block-seconds", type=float, default=BLOCK_SECONDS, help="(default: %(default)s)")
