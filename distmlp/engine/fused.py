@@ -207,12 +207,13 @@ class FusedEngine:
         self._state.train_steps(arguments, 0, len(rates), False)
         if fault is None:
             rows.launched()
+        peers.start_outcome()
         self._queue_results(len(rates))
         if fault is None:
             rows.meanwhile()
         with world.inside("all_reduce"):
             results = self._results(len(rates))
-        stop, failed, seconds = peers.outcome()
+        stop, failed, seconds = peers.end_outcome()
         if failed:
             world.agree(partial(_raise, fault), f"batches {first} to {first + len(rates) - 1} of epoch {epoch}")
         self._seconds = (perf_counter() - started) / len(rates)

@@ -9,12 +9,9 @@ from numpy.typing import NDArray
 
 from distmlp.comm.device_sums import Sum
 from distmlp.comm.host_ranks import HostRanks, open_leaders
-from distmlp.comm.transport_trial import describe, try_sums
 from distmlp.engine.gpu import Gpu
-from distmlp.engine.peers import PeerSum
+from distmlp.engine.peers import PeerSum, prove
 from distmlp.engine.reduction import Reduction, sum_by
-from distmlp.errors import SystemUnfitError
-from distmlp.interval import Interval
 
 if TYPE_CHECKING:
     from distmlp.comm.world import World
@@ -58,18 +55,6 @@ def open_hosts(state: DeviceState, world: World, between: str, stall_timeout: st
     peers = PeerSum(state, HostRanks(world), inside=False)
     inner = world.agree(lambda: sum_by(between, state, gpu, leaders) if leaders else (None, ""), "peer between hosts")
     summation = HostsSum(peers, inner[0])
-    buffer, count = state.reduced
-    outcomes = try_sums([summation], gpu, world, state.arena.address(buffer), count)
-    if outcomes[0].fault:
-        summation.close()
-
-        def refuse() -> None:
-            raise SystemUnfitError(
-                f"peer memory in hosts and MPI between them: {outcomes[0].fault}; use --set run.transport=mpi, nccl or "
-                "staged, and let `distmlp doctor` look at the GPUs' access to each other"
-            )
-
-        world.agree(refuse)
-    peers.limit(Interval.parse(stall_timeout).seconds)
-    note = f"{len(world.hosts)} hosts, {between} between their first ranks; {describe(outcomes, 0, count)}"
-    return Reduction(state, summation), note
+    what = "peer memory in hosts and MPI between them", "mpi, nccl or staged"
+    note = prove(summation, peers, state, world, what, stall_timeout)
+    return Reduction(state, summation), f"{len(world.hosts)} hosts, {between} between their first ranks; {note}"

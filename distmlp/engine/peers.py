@@ -14,6 +14,7 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
+from distmlp.comm.device_sums import Sum
 from distmlp.comm.faults import name_ranks
 from distmlp.comm.host_ranks import HostRanks
 from distmlp.comm.peer_watch import PeerWatch
@@ -173,22 +174,33 @@ class PeerSum:
 def open_peers(state: DeviceState, world: World, stall_timeout: str) -> tuple[PeerSum, str]:
     """The exchange by peer memory, tried, and a few words on it. Collective. Raises AgreedError where it fails."""
     peers = PeerSum(state, world)
-    address, count = state.arena.address("gradient"), state.network.size + TALLY
-    outcomes = try_sums([peers], Gpu(state.ledger), world, address, count)
-    lost = any(world.all_gather(_lost(peers)))
-    if lost or outcomes[0].fault:
-        peers.close()
-        reason = "no answer in a trial" if lost else outcomes[0].fault
+    what = "the GPUs do not reach each other's memory", "nccl or staged"
+    return peers, prove(peers, peers, state, world, what, stall_timeout)
+
+
+def prove(
+    summation: Sum, peers: PeerSum, state: DeviceState, world: World, otherwise: tuple[str, str], stall_timeout: str
+) -> str:
+    """Try `summation`, which `peers` has a part in and which waits for `stall_timeout` from then on; a few words on it.
+
+    Collective. Raises AgreedError where it fails, and closes it: `otherwise` is what does not work then, and by what
+    transports to go on.
+    """
+    buffer, count = state.reduced
+    outcomes = try_sums([summation], Gpu(state.ledger), world, state.arena.address(buffer), count)
+    fault = "no answer in a trial" if any(world.all_gather(_lost(peers))) else outcomes[0].fault
+    if fault:
+        summation.close()
 
         def refuse() -> None:
             raise SystemUnfitError(
-                f"the GPUs do not reach each other's memory: {reason}; use --set run.transport=nccl or staged, and let "
-                "`distmlp doctor` look at the GPUs' access to each other"
+                f"{otherwise[0]}: {fault}; use --set run.transport={otherwise[1]}, and let `distmlp doctor` look at "
+                "the GPUs' access to each other"
             )
 
         world.agree(refuse)
     peers.limit(Interval.parse(stall_timeout).seconds)
-    return peers, describe(outcomes, 0, count)
+    return describe(outcomes, 0, count)
 
 
 def _lost(peers: PeerSum) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from distmlp.engine.plan_task import Buffer, Device, Task, aligned
+from distmlp.engine.tally import TALLY
 
 CAPABILITY = 90  # its machine code is for this alone
 TILE_M = 128
@@ -41,6 +42,8 @@ class BulkPlan:
     gradient_n: int  # and of a weight gradient
     splits: int  # of the batch in the weight gradients
     stages: int
+    ranks: int
+    parameters: int
 
     pays: bool  # at this size
 
@@ -69,8 +72,9 @@ class BulkPlan:
         columns = BLOCK_COLUMNS[self.precision]
         outputs = sum(self._batch_bytes(fan_out) for _, fan_out in pairs)
         weights = sum(self._weight_bytes(fan_in, fan_out) for fan_in, fan_out in pairs)
-        tiles = CLUSTER * sum(-(-i // (CLUSTER * TILE_M)) * -(-o // self.gradient_n) for i, o in pairs)
-        shares = tiles * self.splits if self.splits > 1 else self.blocks
+        tiles = self.gradient_tiles
+        several = 2 if self.ranks > 1 else 1  # a tile is finished behind the products of the next one
+        shares = tiles * self.splits if self.splits > 1 else several * self.blocks
         return (
             # Whole tiles of transposes are copied; of columns that no layer has nothing is ever written, or used.
             Buffer("bulk_rows", 2 * (self._batch_bytes(self.widths[0]) + outputs), zeroed=self.precision == "tf32"),
@@ -82,6 +86,18 @@ class BulkPlan:
             Buffer("bulk_partials", shares * TILE_M * self.gradient_n * 4),
             Buffer("bulk_words", 4 * (8 + 2 * phases * row_blocks + tiles), zeroed=True),
         )
+
+    @property
+    def gradient_tiles(self) -> int:
+        """Of all layers, with those that fill up clusters."""
+        pairs = pairwise(self.widths)
+        return CLUSTER * sum(-(-i // (CLUSTER * TILE_M)) * -(-o // self.gradient_n) for i, o in pairs)
+
+    @property
+    def peer_words(self) -> int:
+        """That a rank sends to another: the flat gradient or biases, tallies of blocks, tiles as blocks have them."""
+        flat = aligned(self.parameters + TALLY * (1 + self.blocks), 64)
+        return flat + self.gradient_tiles * TILE_M * self.gradient_n
 
     def _batch_bytes(self, columns: int) -> int:
         """Of inputs, outputs or errors; in tf32 a transpose."""
@@ -129,6 +145,8 @@ def plan_bulk(task: Task, device: Device) -> BulkPlan | None:
         gradient_n,
         splits,
         stages,
+        task.ranks,
+        task.network.size,
         pays(task.precision, widths, rows, blocks // CLUSTER),
     )
 

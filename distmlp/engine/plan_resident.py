@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from distmlp.engine.plan_task import Buffer, Device, Task
-from distmlp.engine.tally import TALLY
 
 WARPS = 8
 MAX_ROWS = 128
@@ -69,10 +68,10 @@ class ResidentPlan:
 
     @property
     def sent_bytes(self) -> int:
-        """To each other rank in a step: activations, errors and their sums by 16 rows, tallies of blocks."""
+        """To each other rank in a step: activations, errors and their sums by 16 rows, doubts of blocks."""
         depths = [_depth(width) for width in self.widths]
         return self.sharing.tiles * (_tile_bytes(2) * (sum(depths[:-1]) + sum(depths[1:])) + 64 * sum(depths[1:])) + (
-            self.blocks * TALLY * 4
+            8 * ((self.blocks + 3) // 2 * 2)
         )
 
     @property

@@ -57,7 +57,7 @@ def indexed(found: BulkPlan, precision: str) -> dict[str, int]:
 
     # Clusters take tiles in pairs one above the other: GradientTask, finish_share.
     tiles = sum(2 * across(fan_in, 256) * across(fan_out, gradient_n) for fan_in, fan_out in pairs)
-    last_tile = tiles * found.splits if found.splits > 1 else found.blocks
+    last_tile = tiles * found.splits if found.splits > 1 else found.blocks * (2 if found.ranks > 1 else 1)  # LATER
     return {
         "bulk_rows": 2 * batch(found.widths[0]) + 2 * sum(batch(o) for _, o in pairs),
         "bulk_weights": sum(weight(i, o) for i, o in pairs),
@@ -81,6 +81,17 @@ def test_buffers_hold_what_is_indexed(widths: tuple[int, ...], rows: int, precis
     assert zeroed == (["bulk_rows", "bulk_words"] if precision == "tf32" else ["bulk_words"])
     assert rows <= found.rows < rows + 256
     assert found.rows % 256 == 0  # whole pairs of tiles
+
+
+@pytest.mark.parametrize(("widths", "rows"), SHAPES, ids=str)
+def test_ranks_have_places_for_what_they_send(widths: tuple[int, ...], rows: int) -> None:
+    found = plan(widths, rows, ranks=2)
+    assert found is not None
+    assert {buffer.name: buffer.size_bytes for buffer in found.buffers()} == indexed(found, "bf16")
+    size = Network.build(widths, "relu", "identity").size
+    first = (size + 8 * (1 + found.blocks) + 63) // 64 * 64  # sent_place
+    tiles = sum(2 * -(-i // 256) * -(-o // found.gradient_n) for i, o in pairwise(widths))
+    assert found.peer_words == first + tiles * 2 * (found.gradient_n // 4) * 256
 
 
 @pytest.mark.parametrize("device", [H200, SLICE], ids=lambda device: device.name)

@@ -119,7 +119,7 @@ def test_ranks_of_a_host_send_what_gradients_are_made_of() -> None:
     assert macros is not None
     assert macros["RESIDENT_RANKS"] == "2"
     features = 112 + 3 * 1008 + 3 * 1008 + 16
-    assert several.sent_bytes == 32 * 2 * features + 2 * 4 * (3 * 1008 + 16) + 128 * 8 * 4
+    assert several.sent_bytes == 32 * 2 * features + 2 * 4 * (3 * 1008 + 16) + 8 * 130
     assert several.peer_words % 4 == 0  # inboxes are of vectors
     assert several.shared_bytes + STATIC_BYTES <= H200.shared_bytes
 

@@ -103,8 +103,8 @@ def kernels(cases: list) -> list[tuple]:
             largest = -(-min(case.batch, case.rows) // 4)
         task = Task(
             make_network(config), largest, case.precision, case.loss, case.labels, case.weights,
-            slot_names(case.optimizer), False, 2 if lanes else ranks, case.dtype, needs_norm(config.optimizer),
-            lanes.rows if lanes else 0,
+            slot_names(case.optimizer), config.run.ema_decay > 0, 2 if lanes else ranks, case.dtype,
+            needs_norm(config.optimizer), lanes.rows if lanes else 0,
         )  # fmt: skip
         plan = make_plan(task, device, case.kernel)
         joined = peer_specialisation(config, plan)

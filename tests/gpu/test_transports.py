@@ -28,14 +28,15 @@ RANKED = Case(
     optimizer="adam", widths=(20, 60, 50, 4), batch=100, batches=10, extra=1, weights=True,
     run={"stall_timeout": "20 seconds"},
 )  # fmt: skip
+AVERAGED = {**RANKED.run, "ema_decay": 0.9}
 NARROW = RANKED.but(
-    precision="bf16", kernel="narrow", widths=(32, 64, 64, 16), batch=600, batches=3, activation="gelu"
+    precision="bf16", kernel="narrow", widths=(32, 64, 64, 16), batch=600, batches=3, activation="gelu", run=AVERAGED
 )  # fmt: skip
-SWEEP = NARROW.but(kernel="sweep", widths=(32, 128, 128, 16), batch=18_000, batches=2)
-BULK = NARROW.but(kernel="bulk", widths=(70, 300, 200, 16), batch=1500)
-PASSES = SWEEP.but(kernel="passes")
+SWEEP = NARROW.but(kernel="sweep", widths=(32, 128, 128, 16), batch=18_000, batches=2, run=RANKED.run)
+BULK = NARROW.but(kernel="bulk", widths=(70, 300, 200, 16), batch=1500, run=RANKED.run)
+PASSES = SWEEP.but(kernel="passes", run=AVERAGED)
 CHAIN = NARROW.but(kernel="chain", widths=(70, 200, 130, 16), batch=2000)  # of the last row one rank has none
-RESIDENT = RANKED.but(precision="bf16", kernel="resident")
+RESIDENT = RANKED.but(precision="bf16", kernel="resident", run=AVERAGED)
 CASES = [RANKED, RANKED.but(precision="bf16"), NARROW, SWEEP, BULK, PASSES, CHAIN, RESIDENT]
 LARGE = RANKED.but(widths=(64, 512, 512, 16))  # four ranks add it up by parts
 FOUR_CASES = [
@@ -124,6 +125,7 @@ def check_training(found: dict[str, Any], limit: float) -> None:
     assert found["repeats"]
     assert found["loss_error"] < limit
     assert found["weight_error"] < limit
+    assert found["average_error"] < limit
     assert found["communication_seconds"] > 0
 
 
@@ -200,6 +202,7 @@ def test_runs_end_well(run_toml, transport, settings):
 
 FOR_RESIDENT = ["run.precision=bf16", "model.layers=[20,200,4]"]
 FOR_CHAIN = [*FOR_RESIDENT, "data.batch=4400"]
+FOR_NARROW = ["run.precision=bf16", "data.batch=4400"]
 ENDLESS = """
 import os, sys
 from pathlib import Path
@@ -217,6 +220,10 @@ train(RunConfig.load(sys.argv[1], settings, sys.argv[2]), world=world)
     [
         *(pytest.param(name, [], id=name, marks=TWO_GPUS) for name in ("nccl", "mpi", "staged", "peer", "auto")),
         *(pytest.param(name, ["run.share_gpu=true"], id=f"{name}-shared") for name in ("staged", "mpi", "peer")),
+        *(
+            pytest.param("peer", [*how, "run.share_gpu=true"], id=f"peer-shared-{name}")
+            for name, how in (("narrow", FOR_NARROW), ("resident", FOR_RESIDENT), ("chain", FOR_CHAIN))
+        ),
         pytest.param("peer", FOR_RESIDENT, id="peer-resident", marks=TWO_GPUS),
         pytest.param("peer", FOR_CHAIN, id="peer-chain", marks=TWO_GPUS),
     ],

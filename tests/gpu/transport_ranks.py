@@ -23,6 +23,7 @@ from distmlp.comm.binding import bind  # noqa: E402
 from distmlp.comm.policy import guarded  # noqa: E402
 from distmlp.comm.transport import choose_transport  # noqa: E402
 from distmlp.comm.world import World, open_world  # noqa: E402
+from distmlp.engine import State  # noqa: E402
 from distmlp.errors import AgreedError, DataError  # noqa: E402
 
 SPIN = r"""
@@ -89,7 +90,10 @@ def train(world: World, transport: str, case: Case) -> dict[str, Any]:
 
     def bits(engine: Any) -> bytes:
         state = engine.state()
-        return b"".join([state.parameters.tobytes(), *(slot.tobytes() for slot in state.slots.values())])
+        return b"".join(values.tobytes() for values in (state.parameters, average(state), *state.slots.values()))
+
+    def average(state: State) -> np.ndarray:
+        return np.empty(0) if state.ema is None else state.ema
 
     def run(engine: Any, at_once: int) -> tuple[np.ndarray, list[int]]:
         losses, differing = [], []
@@ -115,6 +119,7 @@ def train(world: World, transport: str, case: Case) -> dict[str, Any]:
         "repeats": again.tobytes() == losses.tobytes() and bits(first) == bits(second),
         "loss_error": error(losses, wanted),
         "weight_error": error(first.state().parameters, alone.state().parameters),
+        "average_error": error(average(first.state()), average(alone.state())),
         "communication_seconds": second.train(2, 0, np.full(5, 1e-3)).communication_seconds,
         "transfers": second.transfers(),
     }

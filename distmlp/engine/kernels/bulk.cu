@@ -161,11 +161,15 @@ __device__ __forceinline__ void compute_gradients(
     float (&c)[WIDEST / 2], Ring& ring, const Memory& memory, int rows, bool direct, const Hyper& h, u32 round) {
     Announcement none = {0, false};
     const Sums sums = {memory.partials, memory.arrived, (round + 1) * BULK_SPLITS};
-    for (int number = blockIdx.x / 2; number < gradient_tasks(); number += gridDim.x / 2) {
-        const GradientTask task(number, ring.rank, rows);
-        clear<BULK_GRADIENT_N>(c);
-        if (task.steps > 0) multiply<BULK_GRADIENT_N, TRANSPOSED, TRANSPOSED>(c, ring, task.steps, none);
-        finish_share(c, task, direct, h, sums);
+    const int later = LATER * (gridDim.x / 2);
+    for (int number = blockIdx.x / 2; number - later < gradient_tasks(); number += gridDim.x / 2) {
+        if (!LATER || number < gradient_tasks()) {
+            const GradientTask task(number, ring.rank, rows);
+            clear<BULK_GRADIENT_N>(c);
+            if (task.steps > 0) multiply<BULK_GRADIENT_N, TRANSPOSED, TRANSPOSED>(c, ring, task.steps, none);
+            hand_out_share(c, task, direct, sums);
+        }
+        if (number >= later) finish_share(GradientTask(number - later, ring.rank, rows), direct, h, sums);
     }
 }
 

@@ -14,9 +14,13 @@ __device__ __forceinline__ int gradient_tasks() {
     return tasks;
 }
 
+// With other ranks what they have of a tile is taken behind the products of the next one, so that it has time to come.
+constexpr int LATER = SEVERAL_RANKS;
+
 // A share of the batch for a tile of a layer's weight gradient.
 struct GradientTask {
     int l, m0, n0, tile, split;  // `tile` counts through all layers
+    int turn;                    // of the block's places for tiles that are not shared out
     int first, steps;            // of COLUMNS rows
 
     __device__ __forceinline__ GradientTask(int number, int rank, int rows) {
@@ -25,6 +29,7 @@ struct GradientTask {
         own /= BULK_SPLITS;
         tile = number / BULK_SPLITS * 2 + rank;
         split = number % BULK_SPLITS;
+        turn = LATER * (number / (gridDim.x / 2) & 1);
         const int across = (LAYER(l).fan_out + BULK_GRADIENT_N - 1) / BULK_GRADIENT_N;
         m0 = (own / across * 2 + rank) * TILE_M;
         n0 = own % across * BULK_GRADIENT_N;
@@ -45,10 +50,10 @@ struct Quad {
         if (direct && exists && layer.fan_out % 4 == 0) parameters.load(weight_place(layer, r, c));
     }
     __device__ __forceinline__ void finish(
-        const Layer& layer, const Matrices& m, const Hyper& h, bool direct, float4 sum, TileExchange& ranks) {
+        const Layer& layer, const Matrices& m, const Hyper& h, bool direct, float4 sum, TileExchange& ranks, i64 sent) {
         if (!exists) return;
         const i64 at = weight_place(layer, r, c);
-        if (SEVERAL_RANKS && direct) sum = ranks.take(at, sum, layer.fan_out % 4 == 0, layer.fan_out - c);
+        if (SEVERAL_RANKS && direct) sum = ranks.take(sent, sum, ranks.look(sent));
         if (!direct) {
             weight_gradient(layer, r, c, sum);
         } else if (layer.fan_out % 4 == 0) {
@@ -74,7 +79,7 @@ struct Sums {
     u32 target;
 
     __device__ __forceinline__ float2* of(const GradientTask& task) const {
-        return places + (i64)(BULK_SPLITS > 1 ? task.tile * BULK_SPLITS : blockIdx.x) * SHARE;
+        return places + (i64)(BULK_SPLITS > 1 ? task.tile * BULK_SPLITS : (1 + LATER) * blockIdx.x + task.turn) * SHARE;
     }
     __device__ __forceinline__ void put(const float (&c)[WIDEST / 2], const GradientTask& task) const {
         float2* to = of(task) + task.split * SHARE + threadIdx.x;
@@ -92,11 +97,15 @@ struct Sums {
         }
         sync_consumers();
     }
-    // This lane's four columns of a stripe in row `half`, over all shares in their order. Fragments hold pairs: those of two
-    // lanes are four neighbours, and of 16 columns there are two groups.
-    __device__ __forceinline__ float4 add_up(const float2* tile, int stripe, int half) const {
+    // Place in a share of this lane's four columns of a stripe in row `half`. Fragments hold pairs: those of two lanes are
+    // four neighbours, and of 16 columns there are two groups.
+    static __device__ __forceinline__ int quad(int stripe, int half) {
         const int lane = threadIdx.x & 31, pair = stripe * 4 + (lane >> 1 & 1) * 2 + half;
-        const float2* from = tile + pair * CONSUMERS + (threadIdx.x & ~31) + (lane & ~3) + (lane & 1) * 2;
+        return pair * CONSUMERS + (threadIdx.x & ~31) + (lane & ~3) + (lane & 1) * 2;
+    }
+    // These, over all shares in their order.
+    __device__ __forceinline__ float4 add_up(const float2* tile, int stripe, int half) const {
+        const float2* from = tile + quad(stripe, half);
         float4 sum = __ldcg((const float4*)from);
 #pragma unroll
         for (int split = 1; split < BULK_SPLITS; ++split) add_to(sum, __ldcg((const float4*)(from + split * SHARE)));
@@ -104,20 +113,21 @@ struct Sums {
     }
 };
 
-// Sends the other ranks what this block has of a tile, all of it before anything is waited for: the way there and back takes
-// a while. What no other block adds to leaves the registers of the products.
+// Where ranks find what others have of a tile: as it lies in a share, so that a warp sends 256 bytes side by side. Behind all that
+// lies flat and behind the tallies.
+__device__ __forceinline__ i64 sent_place(const GradientTask& task) {
+    return ((ENGINE.size + TALLY * (1 + (i64)gridDim.x) + 63) & ~(i64)63) + (i64)task.tile * (2 * Sums::SHARE);
+}
+// Sends the other ranks what this block has of a tile. What no other block adds to leaves the registers of the products.
 __device__ __forceinline__ void send_products(
     const float (&c)[WIDEST / 2], const GradientTask& task, const TileExchange& ranks) {
     const Layer& layer = LAYER(task.l);
-    const int row = task.m0 + (threadIdx.x >> 5) * 16 + (threadIdx.x >> 2 & 7), column = task.n0 + 2 * (threadIdx.x & 3);
+    const int row = task.m0 + (threadIdx.x >> 5) * 16 + (threadIdx.x >> 2 & 7), column = task.n0 + 2 * (threadIdx.x & 2);
+    const i64 sent = sent_place(task) + 2 * threadIdx.x;
 #pragma unroll
-    for (int p = 0; p < Sums::PAIRS; ++p) {
-        const int r = row + (p & 1) * 8, n = column + (p >> 1) * 8;
-        if (has_weights(layer, r, n))
-            ranks.send(
-                weight_place(layer, r, n), make_float2(c[2 * p], c[2 * p + 1]), layer.fan_out % 4 == 0,
-                layer.fan_out - n);
-    }
+    for (int p = 0; p < Sums::PAIRS; ++p)
+        if (has_weights(layer, row + (p & 1) * 8, column + (p >> 1) * 8))
+            ranks.send(sent + 2 * p * CONSUMERS, make_float2(c[2 * p], c[2 * p + 1]));
 }
 template <class F>
 __device__ __forceinline__ void for_each_own_quad(const GradientTask& task, const Sums& sums, const F& f) {
@@ -128,17 +138,9 @@ __device__ __forceinline__ void for_each_own_quad(const GradientTask& task, cons
 #pragma unroll 1
     for (int stripe = begin; stripe < end; ++stripe)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int r = row + half * 8, n = column + stripe * 16;
-            if (has_weights(layer, r, n))
-                f(weight_place(layer, r, n), sums.add_up(tile, stripe, half), layer.fan_out % 4 == 0, layer.fan_out - n);
-        }
-}
-__device__ __forceinline__ void send_stripes(const GradientTask& task, const Sums& sums, TileExchange& ranks) {
-    if (BULK_SPLITS > 1)
-        for_each_own_quad(task, sums, [&](i64 at, const float4& v, bool whole, int count) { ranks.send(at, v, whole, count); });
-    if (PEER_FORM == SCATTER)
-        for_each_own_quad(task, sums, [&](i64 at, const float4& v, bool whole, int) { ranks.pass_on(at, v, whole); });
+        for (int half = 0; half < 2; ++half)
+            if (has_weights(layer, row + half * 8, column + stripe * 16))
+                f(sent_place(task) + 2 * Sums::quad(stripe, half), sums.add_up(tile, stripe, half));
 }
 
 // The stripes of a tile that are this block's, two at a time: four quads a lane. WHOLE: the tile lies in the layer, the update
@@ -152,7 +154,13 @@ __device__ __forceinline__ void finish_stripes(
     const Matrices& m = near_matrices[task.l];
     const float2* tile = sums.of(task);
     const int begin = Sums::STRIPES * task.split / BULK_SPLITS, end = Sums::STRIPES * (task.split + 1) / BULK_SPLITS;
-    if (Sums::STRIPES < BULK_SPLITS && begin == end) return sums.await(task);
+    if (Sums::STRIPES < BULK_SPLITS && begin == end) {
+        if (!LATER) sums.await(task);
+        return;
+    }
+    const i64 sent = SEVERAL_RANKS ? sent_place(task) : 0;
+    if (PEER_FORM == SCATTER && direct)
+        for_each_own_quad(task, sums, [&](i64 at, const float4& v) { ranks.pass_on(at, v); });
     const int row = task.m0 + (threadIdx.x >> 5) * 16 + (threadIdx.x >> 2 & 7), column = task.n0 + (threadIdx.x & 3) * 4;
     if (WHOLE) {
         Parameters next[4];
@@ -164,7 +172,8 @@ __device__ __forceinline__ void finish_stripes(
             for (int i = 0; i < 4; ++i) {
                 const i64 at = place + min(stripe + i / 2, end - 1) * 16 + i % 2 * lower;
                 next[i].load(at);
-                if (SEVERAL_RANKS) next_seen[i] = ranks.look(at, true, 4);
+                if (SEVERAL_RANKS)
+                    next_seen[i] = ranks.look(sent + 2 * Sums::quad(min(stripe + i / 2, end - 1), i % 2));
             }
         };
         const auto add_up = [&](int stripe) {
@@ -172,8 +181,7 @@ __device__ __forceinline__ void finish_stripes(
             for (int i = 0; i < 4; ++i) next_sum[i] = sums.add_up(tile, min(stripe + i / 2, end - 1), i % 2);
         };
         load(begin);
-        sums.await(task);
-        if (SEVERAL_RANKS) send_stripes(task, sums, ranks);
+        if (!LATER) sums.await(task);
         constexpr bool AHEAD = BULK_SPLITS == 1;  // else there are not enough registers
         if (AHEAD) add_up(begin);
 #pragma unroll 1
@@ -191,15 +199,14 @@ __device__ __forceinline__ void finish_stripes(
                 if (i == 2 && stripe + 1 == end) break;
                 const int own = stripe + i / 2;
                 const i64 at = place + own * 16 + i % 2 * lower;
-                if (SEVERAL_RANKS) sum[i] = ranks.take(at, sum[i], seen[i], true, 4);
+                if (SEVERAL_RANKS) sum[i] = ranks.take(sent + 2 * Sums::quad(own, i % 2), sum[i], seen[i]);
                 now[i].update(h, sum[i]);
                 now[i].store(h, at);
                 copy_weights(m, row + i % 2 * 8, column + own * 16, now[i].value);
             }
         }
     } else {
-        sums.await(task);
-        if (SEVERAL_RANKS && direct) send_stripes(task, sums, ranks);
+        if (!LATER) sums.await(task);
 #pragma unroll 1
         for (int stripe = begin; stripe < end; ++stripe)
 #pragma unroll 1
@@ -208,16 +215,25 @@ __device__ __forceinline__ void finish_stripes(
                 quad.r = row + half * 8;
                 quad.c = column + stripe * 16;
                 quad.load(layer, direct);
-                quad.finish(layer, m, h, direct, sums.add_up(tile, stripe, half), ranks);
+                quad.finish(
+                    layer, m, h, direct, sums.add_up(tile, stripe, half), ranks, sent + 2 * Sums::quad(stripe, half));
             }
     }
 }
 
-__device__ __forceinline__ void finish_share(
-    const float (&c)[WIDEST / 2], const GradientTask& task, bool direct, const Hyper& h, const Sums& sums) {
-    const Layer& layer = LAYER(task.l);
+// What a block has of a tile: where all that add to it, here and on other ranks, find it.
+__device__ __forceinline__ void hand_out_share(
+    const float (&c)[WIDEST / 2], const GradientTask& task, bool direct, const Sums& sums) {
     sums.put(c, task);
-    if (SEVERAL_RANKS && BULK_SPLITS == 1 && direct) send_products(c, task, TileExchange(agreed_exchange()));
+    if (!LATER) return;
+    TileExchange ranks(agreed_exchange());
+    if (direct && BULK_SPLITS == 1) send_products(c, task, ranks);
+    sums.await(task);
+    if (direct && BULK_SPLITS > 1)
+        for_each_own_quad(task, sums, [&](i64 at, const float4& v) { ranks.send(at, v); });
+}
+__device__ __forceinline__ void finish_share(const GradientTask& task, bool direct, const Hyper& h, const Sums& sums) {
+    const Layer& layer = LAYER(task.l);
     if (direct && layer.fan_out % 4 == 0 && !ENGINE.ema && task.m0 + TILE_M <= layer.fan_in && task.n0 + BULK_GRADIENT_N <= layer.fan_out)
         finish_stripes<true>(task, direct, h, sums);
     else finish_stripes<false>(task, direct, h, sums);

@@ -26,7 +26,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(chain::BL
                            arrivals + ARRIVALS + LAYERS * SPLITS + 1};
         context.blocks = context.blocks_of_split = context.fetches = 0;
 #if CHAIN_PEERS
-        begin_ranks();
+        ranks_seen.begin();
 #endif
     }
     Control& control = *ENGINE.control;
@@ -107,7 +107,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(chain::BL
         }
         __syncthreads();
 #if CHAIN_PEERS
-        if (blockIdx.x == 0 && threadIdx.x == 0) end_ranks(done + 1);
+        if (blockIdx.x == 0 && threadIdx.x == 0) ranks_seen.end(done + 1);
 #endif
         if (context.sure[parity]) {
             ++progress.step;

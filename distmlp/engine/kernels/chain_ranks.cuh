@@ -10,6 +10,9 @@
 // ranks any more: blocks may have heard of different things. The host then throws the outcome away.
 #pragma once
 #include "chain_update.cuh"
+#if CHAIN_PEERS
+#include "launch_ranks.cuh"
+#endif
 
 namespace chain {
 
@@ -17,30 +20,20 @@ namespace chain {
 constexpr int BIAS_WORDS = ARRIVALS * 4096, TALLY_WORDS = BIAS_WORDS + FEATURES;
 constexpr int BIAS_TURNS = ceil_div(FEATURES / 4, HELPERS * CHAIN_BLOCKS);
 
-__shared__ struct {
-    u64 first;           // exchange of the launch
-    u32 lost;            // a rank is gone, as somebody of the block has seen
+__shared__ struct : LaunchRanks {
     float agreed[TALLY];  // the tally of all ranks
 } ranks_seen;
 
 __device__ __forceinline__ Exchange exchange_of(u32 done) {
     Exchange ranks(ranks_seen.first + done);
-    ranks.lost = *(volatile u32*)&ranks_seen.lost;
+    ranks.lost = ranks_seen.any_lost();
     return ranks;
 }
 __device__ __forceinline__ void remember(const Exchange& ranks) {
-    if (ranks.lost) *(volatile u32*)&ranks_seen.lost = 1;
+    if (ranks.lost) ranks_seen.lose();
 }
 
-__device__ __forceinline__ void begin_ranks() {  // by one thread, before a barrier
-    ranks_seen.first = own_post().exchanges;
-    ranks_seen.lost = own_post().lost;
-}
-__device__ __forceinline__ void end_ranks(u32 done) {  // by one thread of the grid, behind the last step
-    own_post().exchanges = ranks_seen.first + done;
-}
-
-__device__ __forceinline__ void send_pair(const Exchange& ranks, int at, float2 v) { ranks.send(at, v, true, 2); }
+__device__ __forceinline__ void send_pair(const Exchange& ranks, int at, float2 v) { ranks.send(at, v); }
 
 // The sums over the ranks of N pairs at places `at`, negative: none.
 template <int N>
@@ -111,7 +104,7 @@ __device__ __forceinline__ void agree(int s, u64 step, int parity, Exchange& ran
     const float weight = agreed[TALLY_WEIGHT], loss = agreed[TALLY_LOSS];
     const bool all = agreed[TALLY - 1] == 0.f && agreed[TALLY_STOP + 1] == 0.f && weight != 0.f && is_finite(weight) &&
                      is_finite(loss) && OPTIMIZER != LAMB && !(ENGINE.clip_norm > 0.f);
-    const bool sure = all || *(volatile u32*)&ranks_seen.lost;
+    const bool sure = all || ranks_seen.any_lost();
     context.sure[parity] = sure;
     if (sure) set_hyper(context.hyper, ENGINE.steps[s].rate, 1.f / weight, step + 1);
     if (blockIdx.x != 0) return;
@@ -184,18 +177,9 @@ __device__ __noinline__ void join_ranks(int s, u64 step, int rows, u32 done, int
     __syncwarp();
 }
 
-// Where a step was not sure: the grid barrier behind it. False where that is not to be had, because a rank is lost and other
-// blocks may have heard enough to be sure, or where a rank could not take part.
+// Where a step was not sure: the grid barrier behind it. False where that is not to be had or a rank could not take part.
 __device__ __noinline__ bool meet_unsure(int s, GridBarrier& barrier, Progress& progress) {
-    barrier.arrive();
-    if (threadIdx.x == 0)
-        while (load_acquire(barrier.arrivals) < barrier.target)
-            if (*(const volatile u32*)&own_post().lost) {
-                *(volatile u32*)&ranks_seen.lost = 1;
-                break;
-            }
-    __syncthreads();
-    if (*(volatile u32*)&ranks_seen.lost) return false;
+    if (!ranks_seen.meet(barrier)) return false;
     if (ranks_seen.agreed[TALLY_STOP + 1] == 0.f) return true;
     progress.frozen = true;
     if (blockIdx.x == 0 && threadIdx.x == 0) ENGINE.results[s] = StepResult{0., 0.f, NOT_RUN};

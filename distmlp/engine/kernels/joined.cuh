@@ -19,11 +19,12 @@ __device__ __forceinline__ u64& agreed_exchange() {
     return number;
 }
 
+constexpr int UNSURE = TALLY - 1;  // a place in the tally that is zero otherwise
+
 // The same in every block: each sends its own copy of its tally, so that none waits for another of its GPU. All threads
 // of the block call it; `first`: among them are those that the tally belongs to. `sure`: no gradient of this rank can be
 // NaN or too large.
 __device__ __forceinline__ Agreement agree(Exchange& ranks, bool first, bool sure, float weight, int rows) {
-    constexpr int UNSURE = TALLY - 1;
     __shared__ float tally[TALLY];
     const int k = threadIdx.x;
     ranks.number = own_post().exchanges;
@@ -45,6 +46,69 @@ __device__ __forceinline__ Agreement agree(Exchange& ranks, bool first, bool sur
     const bool all = tally[UNSURE] == 0.f && tally[TALLY_STOP + 1] == 0.f;
     return Agreement{total, all && total != 0.f && is_finite(total)};
 }
+
+// The same in two halves, for kernels that have something to do meanwhile. What blocks remember, in shared memory:
+struct Joining {
+    u64 number;          // of the exchange to come
+    float votes[TALLY];  // of this rank in this launch, at their places in the tally
+    float tally[TALLY];  // own, then that of all ranks
+};
+__device__ __forceinline__ Joining& joining() {
+    __shared__ Joining joining;
+    return joining;
+}
+// At the start of a launch, before a barrier.
+__device__ __forceinline__ void begin_joining() {
+    const int k = threadIdx.x;
+    if (k < TALLY) joining().votes[k] = k >= TALLY_STOP && k < TALLY_STOP + 3 ? own_post().votes[k - TALLY_STOP] : 0.f;
+    if (k == 0) joining().number = own_post().exchanges;
+}
+__device__ __forceinline__ i64 tally_place(int k) { return ENGINE.size + TALLY + (i64)blockIdx.x * TALLY + k; }
+
+__device__ __forceinline__ void begin_agreement(bool sure, float weight, int rows) {
+    const int k = threadIdx.x;
+    if (k >= TALLY) return;
+    const float x = k == TALLY_WEIGHT ? weight : k == TALLY_ROWS ? (float)rows : k == UNSURE && !sure ? 1.f : joining().votes[k];
+    if (k == TALLY_LOSS && blockIdx.x == 0) return;
+    joining().tally[k] = x;
+    Exchange(joining().number).send(tally_place(k), x);
+}
+// By one thread of block 0, TALLY_LOSS: the part of the tally that it owes.
+__device__ __forceinline__ void send_loss(float loss) {
+    joining().tally[TALLY_LOSS] = loss;
+    Exchange(joining().number).send(tally_place(TALLY_LOSS), loss);
+}
+// Whether the ranks may update at once; sets the scale. All threads of the block call it.
+__device__ __forceinline__ bool finish_agreement(Hyper& hyper) {
+    Joining& join = joining();
+    const int k = threadIdx.x;
+    if (k < 32) {
+        const u64 began = blockIdx.x == 0 ? global_ns() : 0;
+        float x = 0.f;
+        if (k < TALLY) {
+            x = Exchange(join.number).take(tally_place(k), join.tally[k]);
+            join.tally[k] = x;
+            if (blockIdx.x == 0 && k >= TALLY_STOP && k < TALLY_STOP + 3) own_post().totals[k - TALLY_STOP] = x;
+        }
+        const float total = __shfl_sync(~0u, x, TALLY_WEIGHT);
+        if (k == 0) hyper.scale = 1.f / total;
+        if (k == 0 && blockIdx.x == 0) count_wait(began);
+    }
+    __syncthreads();
+    const float total = join.tally[TALLY_WEIGHT];
+    return join.tally[UNSURE] == 0.f && join.tally[TALLY_STOP + 1] == 0.f && total != 0.f && is_finite(total);
+}
+// By one thread of block 0, over what the step's own result is.
+__device__ __forceinline__ void put_joined_result(int s) {
+    ENGINE.results[s] = StepResult{joining().tally[TALLY_LOSS], joining().tally[TALLY_WEIGHT], DONE};
+}
+// Behind the barrier that ends a step. `exchanges` is for the next launch and for update.cuh, which counts its own.
+__device__ __forceinline__ void count_exchange(bool direct) {
+    if (threadIdx.x > 0) return;
+    const u64 next = ++joining().number;
+    if (direct && blockIdx.x == 0) own_post().exchanges = next;
+}
+__device__ __forceinline__ bool rank_is_lost() { return *(const volatile u32*)&own_post().lost; }
 
 // By the thread of block 0 that has put the step's own result down: what it is with the other ranks.
 __device__ __forceinline__ void join_result(Exchange& ranks, int s, float loss, float weight) {

@@ -166,51 +166,48 @@ struct Exchange {
         }
         return sum;
     }
+    // With a first look apart.
+    __device__ __forceinline__ u32 look(i64 at) const {
+        return PEER_FORM == PAIR ? load_word(words(PEERS.rank, 1 - PEERS.rank, at)) : UNWRITTEN_WORD;
+    }
+    __device__ __forceinline__ float take(i64 at, float own, u32 seen) {
+        u64 began = 0;
+        return PEER_FORM == PAIR ? own + receive(1 - PEERS.rank, at, began, seen) : take(at, own);
+    }
     __device__ __forceinline__ float receive(int r, i64 at, u64& began) {
-        u32 *where = words(PEERS.rank, r, at), word = load_word(where);
+        return receive(r, at, began, load_word(words(PEERS.rank, r, at)));
+    }
+    __device__ __forceinline__ float receive(int r, i64 at, u64& began, u32 word) {
+        u32* where = words(PEERS.rank, r, at);
         for (u32 looks = 1; word == UNWRITTEN_WORD && patient(looks, began); ++looks) word = load_word(where);
         store_word(where, UNWRITTEN_WORD);
         return __uint_as_float(word);
     }
-    // Two numbers at a multiple of two, where they are `whole`, else the first `count`.
-    __device__ __forceinline__ void send(i64 at, const float2& v, bool whole, int count) const {
-        if (whole) {
-            for_each_other([&](int r) { store_pair(words(r, PEERS.rank, at), written_word(v.x), written_word(v.y)); });
-            return;
-        }
-        if (count > 0) send(at, v.x);
-        if (count > 1) send(at + 1, v.y);
+    // Two numbers, at a multiple of two.
+    __device__ __forceinline__ void send(i64 at, const float2& v) const {
+        for_each_other([&](int r) { store_pair(words(r, PEERS.rank, at), written_word(v.x), written_word(v.y)); });
     }
 };
 
-// The same of the gradient of a tile, by fours at multiples of four where they are `whole`, else of the first `count`.
-// Sending, a first look and taking are apart, so that much can be under way.
+// The same of the gradient of a tile, by fours at multiples of four. Sending, a first look and taking are apart, so that much can
+// be under way.
 //
-// In the form SCATTER whole vectors go to one rank each, which adds them up and sends the sum to all: of all bytes a link
-// carries two `ranks`-ths for every other rank instead of all of them, and there is one way more. Then a tile is sent, passed on, taken,
-// each as a whole. A sum lies where its sender would have put its own part, or in the sender's own mailbox where it
-// would put nothing at all: no place has two uses in an exchange.
+// In the form SCATTER a vector goes to one rank, which adds it up and sends the sum to all: of all bytes a link carries two
+// `ranks`-ths for every other rank instead of all of them, and there is one way more. Then a tile is sent, passed on, taken, each
+// as a whole. A sum lies where its sender would have put its own part, or in the sender's own mailbox where it would put
+// nothing at all: no place has two uses in an exchange.
 struct TileExchange : Exchange {
     __device__ __forceinline__ explicit TileExchange(u64 number) : Exchange(number) {}
 
-    static __device__ __forceinline__ bool scattered(bool whole) { return PEER_FORM == SCATTER && whole; }
     // Who adds up the vector `at`: in turn, 256 bytes each.
     static __device__ __forceinline__ int owner(i64 at) { return (int)((u32)(at >> 6) % (u32)PEERS.ranks); }
 
-    __device__ __forceinline__ void send(i64 at, const float4& v, bool whole, int count) const {
-        if (scattered(whole)) {
-            if (owner(at) != PEERS.rank) put(owner(at), at, v);
-        } else if (whole) {
-            for_each_other([&](int r) { put(r, at, v); });
-        } else {
-            const auto each = [&](float x, int k) {
-                if (k < count) Exchange::send(at + k, x);
-            };
-            EACH_OF_FOUR(each);
-        }
+    __device__ __forceinline__ void send(i64 at, const float4& v) const {
+        if (PEER_FORM != SCATTER) for_each_other([&](int r) { put(r, at, v); });
+        else if (owner(at) != PEERS.rank) put(owner(at), at, v);
     }
-    __device__ __forceinline__ void send(i64 at, const float2& v, bool whole, int count) const {
-        if (!scattered(whole)) Exchange::send(at, v, whole, count);
+    __device__ __forceinline__ void send(i64 at, const float2& v) const {
+        if (PEER_FORM != SCATTER) Exchange::send(at, v);
         else if (owner(at) != PEERS.rank)
             store_pair(words(owner(at), PEERS.rank, at), written_word(v.x), written_word(v.y));
     }
@@ -220,53 +217,36 @@ struct TileExchange : Exchange {
             written_word(v.w));
     }
     // Between sending a tile and taking it.
-    __device__ __forceinline__ void pass_on(i64 at, const float4& own, bool whole) {
-        if (!scattered(whole) || owner(at) != PEERS.rank) return;
-        const float4 sum = gather(at, own, whole, 4);
+    __device__ __forceinline__ void pass_on(i64 at, const float4& own) {
+        if (PEER_FORM != SCATTER || owner(at) != PEERS.rank) return;
+        const float4 sum = gather(at, own);
         for (int r = 0; r < PEERS.ranks; ++r) put(r, at, sum);
     }
-    __device__ __forceinline__ uint4 look(i64 at, bool whole, int count) const {
-        return look_from(scattered(whole) ? owner(at) : PEERS.rank == 0, at, whole, count);
+    __device__ __forceinline__ uint4 look(i64 at) const {
+        return look_from(PEER_FORM == SCATTER ? owner(at) : PEERS.rank == 0, at);
     }
-    __device__ __forceinline__ float4 take(i64 at, const float4& own, uint4 seen, bool whole, int count) {
-        if (scattered(whole)) return receive(owner(at), at, seen, whole, count);
-        if (PEER_FORM != PAIR) return gather(at, own, whole, count);
-        float4 sum = receive(1 - PEERS.rank, at, seen, whole, count);
+    __device__ __forceinline__ float4 take(i64 at, const float4& own, uint4 seen) {
+        if (PEER_FORM == SCATTER) return receive(owner(at), at, seen);
+        if (PEER_FORM == EVERYBODY) return gather(at, own);
+        float4 sum = receive(1 - PEERS.rank, at, seen);
         add_to(sum, own);
         return sum;
     }
-    __device__ __forceinline__ float4 take(i64 at, const float4& own, bool whole, int count) {
-        return take(at, own, look(at, whole, count), whole, count);
-    }
 
-    // Words that do not exist are written.
-    __device__ __forceinline__ uint4 look_from(int r, i64 at, bool whole, int count) const {
-        const u32* where = words(PEERS.rank, r, at);
-        if (whole) return load_words((const float4*)where);
-        uint4 v = make_uint4(0, 0, 0, 0);
-        const auto each = [&](u32& x, int k) {
-            if (k < count) x = load_word(where + k);
-        };
-        EACH_OF_FOUR(each);
-        return v;
+    __device__ __forceinline__ uint4 look_from(int r, i64 at) const {
+        return load_words((const float4*)words(PEERS.rank, r, at));
     }
     // What rank `r` has put there; `seen`: what was found in a first look.
-    __device__ __forceinline__ float4 receive(int r, i64 at, uint4 seen, bool whole, int count) {
+    __device__ __forceinline__ float4 receive(int r, i64 at, uint4 seen) {
         u64 began = 0;
-        for (u32 looks = 1; !written(seen) && patient(looks, began); ++looks) seen = look_from(r, at, whole, count);
-        u32* where = words(PEERS.rank, r, at);
-        if (whole) {
-            store_words((float4*)where, UNWRITTEN_WORD, UNWRITTEN_WORD, UNWRITTEN_WORD, UNWRITTEN_WORD);
-        } else {
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                if (k < count) store_word(where + k, UNWRITTEN_WORD);
-        }
+        for (u32 looks = 1; !written(seen) && patient(looks, began); ++looks) seen = look_from(r, at);
+        store_words(
+            (float4*)words(PEERS.rank, r, at), UNWRITTEN_WORD, UNWRITTEN_WORD, UNWRITTEN_WORD, UNWRITTEN_WORD);
         return make_float4(
             __uint_as_float(seen.x), __uint_as_float(seen.y), __uint_as_float(seen.z), __uint_as_float(seen.w));
     }
     // Everybody's sum; looks at four ranks at a time.
-    __device__ __forceinline__ float4 gather(i64 at, const float4& own, bool whole, int count) {
+    __device__ __forceinline__ float4 gather(i64 at, const float4& own) {
         float4 sum = own;
 #pragma unroll 1
         for (int first = 0; first < PEERS.ranks; first += 4) {
@@ -274,13 +254,13 @@ struct TileExchange : Exchange {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int r = first + i;
-                if (r < PEERS.ranks && r != PEERS.rank) seen[i] = look_from(r, at, whole, count);
+                if (r < PEERS.ranks && r != PEERS.rank) seen[i] = look_from(r, at);
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int r = first + i;
                 if (r >= PEERS.ranks) break;
-                const float4 v = r == PEERS.rank ? own : receive(r, at, seen[i], whole, count);
+                const float4 v = r == PEERS.rank ? own : receive(r, at, seen[i]);
                 if (r == 0) sum = v;
                 else add_to(sum, v);
             }

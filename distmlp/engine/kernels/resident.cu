@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(resident::BLOCK_THREADS, 1) residen
     GridBarrier barrier(&control.barrier);
     Progress progress = {control.step, control.skipped, control.frozen != 0};
 #if RESIDENT_RANKS > 1
-    if (threadIdx.x == 0) begin_ranks();
+    if (threadIdx.x == 0) ranks_seen.begin();
 #endif
     if (threadIdx.x < 2) set_hyper(hyper[threadIdx.x], 0.f, 1.f, progress.step + 1);
     if (blockIdx.x == 0 && threadIdx.x < 4) ((u32*)(exchange + FLAGS_AT))[threadIdx.x] = 0;
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(resident::BLOCK_THREADS, 1) residen
     move_weights<false>(exchange);
     move_few<false>(steps.place);
 #if RESIDENT_RANKS > 1
-    if (blockIdx.x == 0 && threadIdx.x == 0) end_ranks(steps.k);
+    if (blockIdx.x == 0 && threadIdx.x == 0) ranks_seen.end(steps.k);
 #endif
     if (blockIdx.x == 0 && threadIdx.x == 0) {  // all blocks have read them at the start
         control.step = progress.step;

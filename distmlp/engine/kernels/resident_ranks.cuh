@@ -3,23 +3,22 @@
 // rows of all of them, in the order of the ranks: all get the same bits, and keep the same weights.
 //
 // Words say themselves whether they are written, as everywhere here. What comes in goes round in SLOTS parts of an inbox. A
-// step marks what the last step but one has left as unwritten; it will be written again six steps later, when everybody has had
-// tallies that were sent behind that.
+// step marks what the last step but one has left as unwritten; it will be written again six steps later, when everybody has heard
+// all blocks say things behind that.
 //
-// In its tally a rank says what its batch came to and whether its blocks doubt the step; every block sends its own copy and
-// waits for that of the same block. Whoever loses a rank goes on to the end of the launch with whatever it finds, as if
-// all were well: blocks may have heard of different things. The host then throws the outcome away.
+// When it arrives at the barrier of a step, every block also tells the other ranks whether it doubts the step, with the
+// weight of its rank's rows; behind the barrier every block hears all blocks of the other ranks. Whoever loses a rank goes on
+// to the end of the launch with whatever it finds, as if all were well: blocks may have heard of different things. The
+// host then throws the outcome away.
 #pragma once
 #include "resident_exchange.cuh"
 #if RESIDENT_RANKS > 1
-#include "barrier.cuh"
 #define RARELY __forceinline__  // calls would cost registers
-#include "peers.cuh"
+#include "launch_ranks.cuh"
 
 namespace resident {
 
-// A part of an inbox, bytes: activations 0 to HIDDEN and errors 1 to LAYERS with every 8 x 8 transposed, sums of errors,
-// tallies of blocks.
+// A part of an inbox, bytes: activations 0 to HIDDEN and errors 1 to LAYERS with every 8 x 8 transposed, sums of errors.
 SHAPE_FN int sent_activation_at(int i) {
     int at = 0;
     for (int k = 0; k < i; ++k) at += matrix_bytes(k);
@@ -36,14 +35,16 @@ SHAPE_FN int sent_sums_at(int i) {
     return at;
 }
 constexpr int SLOTS = 8;
-constexpr int SENT_TALLY_AT = sent_sums_at(LAYERS + 1), SENT_BYTES = SENT_TALLY_AT + BLOCKS * TALLY * 4;
+// Of every block: weight and doubt; then loss and votes, from one block.
+constexpr int SENT_DOUBTS_AT = sent_sums_at(LAYERS + 1), SENT_LOSS_AT = SENT_DOUBTS_AT + 8 * BLOCKS;
+constexpr int SENT_BYTES = SENT_DOUBTS_AT + 8 * ((BLOCKS + 3) / 2 * 2);
 static_assert(SENT_BYTES == RESIDENT_SENT_BYTES, "as plan_resident.py");
 
-__shared__ struct {
-    u64 first;            // exchange of the launch
-    u32 lost;             // a rank is gone, as somebody of the block has seen
-    float agreed[TALLY];  // the tally of all ranks
+__shared__ struct : LaunchRanks {
+    float weight;  // of the rows of all ranks
+    u32 doubts;    // what the other ranks say of the step, see Doubt
 } ranks_seen;
+enum Doubt { UNSURE = 1, FAILED = 2 };  // magnitudes leave it open; a rank could not take part
 
 // What rank `to` finds of rank `from` in step `step` of the launch.
 __device__ __forceinline__ u8* slot(int to, int from, int step) {
@@ -93,42 +94,52 @@ __device__ __forceinline__ void look_until(const F& look) {
     Exchange ranks(0);
     u64 began = 0;
     for (u32 looks = 1; !look(); ++looks) {
-        if (looks == 1) ranks.lost = *(volatile u32*)&ranks_seen.lost;
+        if (looks == 1) ranks.lost = ranks_seen.any_lost();
         if (!ranks.patient(looks, began)) {
-            *(volatile u32*)&ranks_seen.lost = 1;
+            ranks_seen.lose();
             break;
         }
     }
 }
-// N vectors from other ranks; `at(i)`: where the i-th is, null: nowhere, zeros.
+// N vectors or words from other ranks; `at(i)`: where the i-th is, null: nowhere, zeros. A look and whether all was there
+// are apart, so that many loads can be under way.
 template <int N, class At>
-__device__ __forceinline__ void take(uint4 (&v)[N], const At& at) {
-    look_until([&] {
-        bool all = true;
+__device__ __forceinline__ void look(uint4 (&v)[N], const At& at) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-            const u8* from = at(i);
-            v[i] = make_uint4(0, 0, 0, 0);
-            if (from) v[i] = load_words((const float4*)from);
-        }
-#pragma unroll
-        for (int i = 0; i < N; ++i) all = all && written(v[i]);
-        return all;
-    });
+    for (int i = 0; i < N; ++i) {
+        const u8* from = at(i);
+        v[i] = make_uint4(0, 0, 0, 0);
+        if (from) v[i] = load_words((const float4*)from);
+    }
 }
 template <int N, class At>
-__device__ __forceinline__ void take(float (&x)[N], const At& at) {
+__device__ __forceinline__ void look(float (&x)[N], const At& at) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const u8* from = at(i);
+        x[i] = 0.f;
+        if (from) x[i] = __uint_as_float(load_word((const u32*)from));
+    }
+}
+template <int N>
+__device__ __forceinline__ bool all_written(const uint4 (&v)[N]) {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < N; ++i) all = all && written(v[i]);
+    return all;
+}
+template <int N>
+__device__ __forceinline__ bool all_written(const float (&x)[N]) {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < N; ++i) all = all && __float_as_uint(x[i]) != UNWRITTEN_WORD;
+    return all;
+}
+template <class T, int N, class At>
+__device__ __forceinline__ void take(T (&v)[N], const At& at) {
     look_until([&] {
-        bool all = true;
-        u32 v[N];
-#pragma unroll
-        for (int i = 0; i < N; ++i) v[i] = load_word((const u32*)at(i));
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            all = all && v[i] != UNWRITTEN_WORD;
-            x[i] = __uint_as_float(v[i]);
-        }
-        return all;
+        look(v, at);
+        return all_written(v);
     });
 }
 
@@ -141,56 +152,70 @@ __device__ __forceinline__ void clear_sent(int step) {
     });
 }
 
-// By one thread, before a barrier; and behind the last step, by one of the grid.
-__device__ __forceinline__ void begin_ranks() {
-    ranks_seen.first = own_post().exchanges;
-    ranks_seen.lost = own_post().lost;
+// By one thread of a block that arrives at the barrier.
+__device__ __forceinline__ void tell_ranks(int step, float weight, bool doubted) {
+    const u32 doubts = (doubted ? UNSURE : 0) | (own_post().votes[1] != 0.f ? FAILED : 0);
+    send(step, SENT_DOUBTS_AT + 8 * (int)blockIdx.x, written_word(weight), doubts);
 }
-__device__ __forceinline__ void end_ranks(int steps) { own_post().exchanges = ranks_seen.first + steps; }
-
-constexpr int UNSURE = TALLY - 1;
-__device__ __forceinline__ int tally_at(int entry) { return SENT_TALLY_AT + 4 * ((int)blockIdx.x * TALLY + entry); }
-
-// Entry `lane` of this rank's tally, sent; by a warp.
-__device__ __forceinline__ float send_tally(int step, double loss, float weight, int rows, bool sure) {
-    const int k = lane_id();
-    float x = k == TALLY_LOSS     ? (float)loss
-              : k == TALLY_WEIGHT ? weight
-              : k == TALLY_ROWS   ? (float)rows
-              : k == UNSURE       ? (sure ? 0.f : 1.f)
-                                  : 0.f;
-    if (k >= TALLY_STOP && k < TALLY_STOP + 3) x = own_post().votes[k - TALLY_STOP];
-    if (k < TALLY) send(step, tally_at(k), x);
-    return x;
-}
-// The tally of all ranks to `ranks_seen`; by the same warp.
-__device__ __forceinline__ void take_tally(int step, float own) {
-    const int k = lane_id();
-    if (k >= TALLY) return;
+// All blocks of all other ranks to `ranks_seen`; by a warp. `weight`: of this rank's rows.
+__device__ __forceinline__ void hear_ranks(int step, float weight) {
+    constexpr int COUNT = divided(BLOCKS, 32);
     const u64 began = global_ns();
-    float others[OTHERS];
-    take(others, [&](int other) { return slot(PEERS.rank, other_rank(other), step) + tally_at(k); });
-    float sum = of_rank(0, own, others);
+    float weights[OTHERS];
+    u32 doubts = own_post().votes[1] != 0.f ? FAILED : 0;
+    for_other_ranks([&](int other, int r) {
+        const u8* from = slot(PEERS.rank, r, step) + SENT_DOUBTS_AT;
+        uint2 v[COUNT];
+        look_until([&] {
+            bool all = true;
 #pragma unroll
-    for (int r = 1; r < RANKS; ++r) sum += of_rank(r, own, others);
-    ranks_seen.agreed[k] = sum;
-    if (blockIdx.x > 0) return;
-    if (k == 0) own_post().waited_ns += global_ns() - began;
-    if (k >= TALLY_STOP && k < TALLY_STOP + 3) own_post().totals[k - TALLY_STOP] = sum;
+            for (int i = 0; i < COUNT; ++i)
+                asm volatile("ld.relaxed.sys.global.v2.u32 {%0,%1}, [%2];"
+                             : "=r"(v[i].x), "=r"(v[i].y)
+                             : "l"(from + 8 * min(lane_id() + 32 * i, BLOCKS - 1))
+                             : "memory");
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) all = all && v[i].x != UNWRITTEN_WORD && v[i].y != UNWRITTEN_WORD;
+            return all;
+        });
+        weights[other] = __uint_as_float(v[0].x);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) doubts |= v[i].y;
+    });
+    __syncwarp();
+    doubts = __reduce_or_sync(~0u, doubts);
+    if (lane_id() != 0) return;
+    float sum = of_rank(0, weight, weights);
+#pragma unroll
+    for (int r = 1; r < RANKS; ++r) sum += of_rank(r, weight, weights);
+    ranks_seen.weight = sum;
+    ranks_seen.doubts = doubts;
+    if (blockIdx.x == 0) own_post().waited_ns += global_ns() - began;
 }
 
-// Where a step was not sure: a grid barrier. False where that is not to be had, because a rank is lost and other blocks
-// may have heard enough to be sure.
-__device__ __forceinline__ bool meet_unsure(GridBarrier& barrier) {
-    barrier.arrive();
-    if (threadIdx.x == 0)
-        while (load_acquire(barrier.arrivals) < barrier.target)
-            if (*(const volatile u32*)&own_post().lost) {
-                *(volatile u32*)&ranks_seen.lost = 1;
-                break;
-            }
-    __syncthreads();
-    return *(volatile u32*)&ranks_seen.lost == 0;
+// Loss and votes of this rank, to the others; by the first lanes of a warp of block 0.
+__device__ __forceinline__ float own_outcome(double loss) {
+    const int k = lane_id();
+    return k == 0 ? (float)loss : k < 4 ? own_post().votes[k - 1] : 0.f;
+}
+__device__ __forceinline__ void send_outcome(int step, double loss) {
+    if (lane_id() < 4) send(step, SENT_LOSS_AT + 4 * lane_id(), own_outcome(loss));
+}
+// Those of all ranks; the votes to the Post. Returns the loss, to lane 0.
+__device__ __forceinline__ float take_outcome(int step, double loss) {
+    const int k = lane_id();
+    float sum = 0.f;
+    if (k < 4) {
+        const float own = own_outcome(loss);
+        float others[OTHERS];
+        take(others, [&](int other) { return slot(PEERS.rank, other_rank(other), step) + SENT_LOSS_AT + 4 * k; });
+        sum = of_rank(0, own, others);
+#pragma unroll
+        for (int r = 1; r < RANKS; ++r) sum += of_rank(r, own, others);
+        if (k > 0) own_post().totals[k - 1] = sum;
+    }
+    __syncwarp();
+    return sum;
 }
 
 }  // namespace resident

@@ -10,7 +10,10 @@ __device__ __forceinline__ bool Steps::decide_late() {
     __syncthreads();
     bool bad = update_all(look);
 #if RESIDENT_RANKS > 1
-    bad |= !is_finite(ranks_seen.agreed[TALLY_LOSS]);
+    if (blockIdx.x == 0 && warp_id() == 0) {
+        const float loss = take_outcome(k, loss_of_rank());
+        bad |= lane_id() == 0 && !is_finite(loss);
+    }
 #else
     bad |= !is_finite((float)block_sum((double)loss));
 #endif
@@ -38,18 +41,27 @@ __device__ __forceinline__ void Steps::step(int s) {
         if constexpr (HIDDEN > 2) backward<HIDDEN - 2>();
     }
     copy_wait<0>();
+#if RESIDENT_RANKS > 1
+    const bool doubted = arrive();
+    weight = sum_of_weights(raw, info().rows);
+    if (threadIdx.x == 32) tell_ranks(k, weight, doubted);
+#else
     arrive();
+#endif
     if (threadIdx.x == BLOCK_THREADS - 96) infos[k + 4 & 7] = step_info(s + 4, end);
     set_hyper_of_step();
+#if RESIDENT_RANKS == 1
     weight = sum_of_weights(raw, info().rows);
     scale = 1.f / weight;
+#endif
     Gradient<0> bottom;
     Gradient<AT_ONCE - 1> top;
     bottom.ask_inputs(exchange, k);
     if (PRODUCT != BF16) ask_rows();
 #if RESIDENT_RANKS > 1
     clear_sent(k);
-    say(!await());
+    const bool unsure = await();
+    if (blockIdx.x == 0 && warp_id() == WARPS - 1) send_outcome(k, loss_of_rank());
     forget_addresses();
     if (blockIdx.x == 0 && threadIdx.x == 0) *not_finite(k + 3) = 0u;  // of the last step
     bottom.stage_errors(exchange, k, 0);
@@ -58,10 +70,23 @@ __device__ __forceinline__ void Steps::step(int s) {
         top.stage_errors(exchange, k, FIXED(staged_bytes(0)));
     }
     bias.ask(exchange, k);
+    {
+        Gradient<0>::Errors errors;
+        typename Gradient<AT_ONCE - 1>::Errors errors_above;
+        look_until([&] {
+            bottom.look_at_errors(k, errors);
+            if (AT_ONCE > 1) top.look_at_errors(k, errors_above);
+            bias.look_at_others(k);
+            return all_written(errors) && (AT_ONCE == 1 || all_written(errors_above)) && all_written(bias.others);
+        });
+        bottom.stage(errors, 0);
+        if (AT_ONCE > 1) top.stage(errors_above, FIXED(staged_bytes(0)));
+        __syncwarp();
+    }
     bool finite = true;
     // Where a rank is lost, it goes on.
-    const bool sure = (hear() | *(volatile u32*)&ranks_seen.lost) || !meet_unsure(barrier);
-    if (!sure && failed()) {
+    const bool sure = ((hear() && !unsure) | ranks_seen.any_lost()) || !ranks_seen.meet(barrier);
+    if (!sure && ranks_seen.doubts & FAILED) {
         copy_wait<0>();
         progress.frozen = true;
         status = NOT_RUN;

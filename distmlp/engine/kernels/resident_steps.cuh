@@ -253,12 +253,11 @@ struct Steps {
     __device__ __forceinline__ void report(int s) {
         if (s == reported) return;
         if (blockIdx.x == 0 && warp_id() == WARPS - 1) {
-#if RESIDENT_RANKS > 1
-            const double sum = ranks_seen.agreed[TALLY_LOSS];
-#else
             double sum = 0.;
             for (int i = lane_id(); i < LOSSES; i += 32) sum += __ldcg(losses(k - 1) + i);
             sum = warp_sum(sum);
+#if RESIDENT_RANKS > 1
+            sum = take_outcome(k - 1, sum);
 #endif
             if (lane_id() == 0) ENGINE.results[s - 1] = StepResult{sum, weight, status};
         }
@@ -273,6 +272,9 @@ struct Steps {
             Gradient<L> gradient;
             gradient.stage_errors(exchange, update.step, scratch);
             gradient.ask_inputs(exchange, update.step);
+#if RESIDENT_RANKS > 1
+            gradient.take_errors(update.step, scratch);
+#endif
             found |= update_layers<L + 1, END>(update, scratch + FIXED(staged_bytes(L)));
             found |= gradient.update(exchange, update, scratch);
         } else {
@@ -287,6 +289,9 @@ struct Steps {
         found |= update_layers<AT_ONCE, LAYERS>(update);
         __syncthreads();
         bias.ask(exchange, update.step);
+#if RESIDENT_RANKS > 1
+        bias.take_others(update.step);
+#endif
         return found | bias.update(update);
     }
 
@@ -313,11 +318,12 @@ struct Steps {
         tell_ready(TOP_READY);
     }
 
-    // The grid barrier of a step.
-    __device__ __forceinline__ void arrive() {
+    // The grid barrier of a step. Returns whether this block doubts it.
+    __device__ __forceinline__ bool arrive() {
         const bool doubted = __syncthreads_or(doubt || large);
         if (threadIdx.x == 0) add_release(counter(exchange, BARRIER + (k & 1)), doubted ? DOUBT + 1 : 1);
         doubt = false;
+        return doubted;
     }
     // Returns whether any block doubts the step.
     __device__ __forceinline__ bool await() {
@@ -350,24 +356,20 @@ struct Steps {
     __device__ __forceinline__ void step(int s);
 
 #if RESIDENT_RANKS > 1
-    // What the ranks say of the step, in two parts: `loss` and `weight` become those of all. Returns whether all are sure.
-    float tally = 0.f;
-    __device__ __forceinline__ void say(bool sure) {
-        if (warp_id() > 0) return;
+    __device__ __forceinline__ double loss_of_rank() const {
         double sum = 0.;
         for (int i = lane_id(); i < LOSSES; i += 32) sum += __ldcg(losses(k) + i);
-        tally = send_tally(k, warp_sum(sum), weight, info().rows, sure);
+        return warp_sum(sum);
     }
+    // What the other ranks say of the step; `weight` becomes that of all. Returns whether all are sure.
     __device__ __forceinline__ bool hear() {
-        if (warp_id() == 0) take_tally(k, tally);
+        if (warp_id() == 0) hear_ranks(k, weight);
         __syncwarp();
         __syncthreads();
-        weight = ranks_seen.agreed[TALLY_WEIGHT];
+        weight = ranks_seen.weight;
         scale = 1.f / weight;
-        return !failed() && ranks_seen.agreed[UNSURE] == 0.f && weight >= 0.0625f && weight < 1e30f;
+        return ranks_seen.doubts == 0 && weight >= 0.0625f && weight < 1e30f;
     }
-    // A rank could not take part.
-    __device__ __forceinline__ bool failed() const { return ranks_seen.agreed[TALLY_STOP + 1] != 0.f; }
 #endif
 };
 

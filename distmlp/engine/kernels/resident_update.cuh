@@ -172,7 +172,7 @@ struct Gradient {
                 to[t] = load_tile(turned, (patch.in + P::in_of(i)) * TILES + t);
     }
 #if RESIDENT_RANKS > 1
-    // Those of the other ranks.
+    // Those of the other ranks. Asked for earlier they would take registers that are missed more.
     __device__ __forceinline__ void take_inputs(int step, int i, uint4 (&others)[OTHERS * TILES]) const {
         const int at = FIXED(sent_activation_at(L)) + 16 * ((patch.in + P::in_of(i)) * TILES * 32 + lane_id());
         const u8* from[OTHERS];
@@ -180,22 +180,33 @@ struct Gradient {
         take(others, [&](int n) { return from[n / TILES] + n % TILES * TILE_BYTES; });
         __syncwarp();
     }
-    // The others' errors beside the own ones, (rank, output block, row tile).
-    __device__ __forceinline__ void take_errors(int step, int scratch) const {
-        constexpr int EACH = TILES * 32, COUNT = divided(P::OUT * EACH, BLOCK_THREADS);
-        if (!patch.exists) return;
-        for_other_ranks([&](int, int r) {
-            const u8* from = slot(PEERS.rank, r, step) + FIXED(sent_error_at(L + 1)) + 16 * patch.out * EACH;
-            const auto place = [&](int i) {
-                const int at = threadIdx.x + i * BLOCK_THREADS;
-                return at < P::OUT * EACH && patch.out + at / EACH < DEPTH<L + 1> ? at : -1;
-            };
-            uint4 v[COUNT];
-            take(v, [&](int i) { return place(i) < 0 ? nullptr : from + 16 * place(i); });
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i)
-                if (place(i) >= 0) shared<uint4>(SCRATCH_AT + scratch)[r * P::OUT * EACH + place(i)] = v[i];
+    // The others' errors, which come beside the own ones: (rank, output block, row tile).
+    static constexpr int ERRORS = P::OUT * TILES * 32, ERROR_TURNS = divided(ERRORS, BLOCK_THREADS);
+    typedef uint4 Errors[OTHERS * ERROR_TURNS];
+    __device__ __forceinline__ int error_place(int n) const {  // of a thread's n-th, -1: none
+        const int at = threadIdx.x + n % ERROR_TURNS * BLOCK_THREADS;
+        return patch.exists && at < ERRORS && patch.out + at / (TILES * 32) < DEPTH<L + 1> ? at : -1;
+    }
+    __device__ __forceinline__ void look_at_errors(int step, Errors& v) const {
+        look(v, [&](int n) -> const u8* {
+            if (error_place(n) < 0) return nullptr;
+            return slot(PEERS.rank, other_rank(n / ERROR_TURNS), step) + FIXED(sent_error_at(L + 1)) +
+                   16 * (patch.out * TILES * 32 + error_place(n));
         });
+    }
+    __device__ __forceinline__ void stage(const Errors& v, int scratch) const {
+#pragma unroll
+        for (int n = 0; n < OTHERS * ERROR_TURNS; ++n)
+            if (error_place(n) >= 0)
+                shared<uint4>(SCRATCH_AT + scratch)[other_rank(n / ERROR_TURNS) * ERRORS + error_place(n)] = v[n];
+    }
+    __device__ __forceinline__ void take_errors(int step, int scratch) const {
+        Errors v;
+        look_until([&] {
+            look_at_errors(step, v);
+            return all_written(v);
+        });
+        stage(v, scratch);
         __syncwarp();
     }
 #endif
@@ -215,7 +226,6 @@ struct Gradient {
                         shared<uint4>(SCRATCH_AT + scratch) + PEERS.rank * P::OUT * EACH + i,
                         (const uint4*)turned + patch.out * EACH + i, true);
         copy_commit();
-        take_errors(step, scratch);
 #else
                     copy_async(shared<uint4>(SCRATCH_AT + scratch) + i, (const uint4*)turned + patch.out * EACH + i, true);
         copy_commit();
@@ -232,8 +242,8 @@ struct Gradient {
             Tile(&a)[TILES] = inputs[AHEAD ? i : 0];
             if (!AHEAD) load(exchange, update.step, i, a);
 #if RESIDENT_RANKS > 1
-            uint4 others[OTHERS * TILES];
-            take_inputs(update.step, i, others);
+            uint4 of_ranks[OTHERS * TILES];
+            take_inputs(update.step, i, of_ranks);
 #endif
 #pragma unroll 1
             for (int j = 0; j < P::OUT_TURNS; ++j) {
@@ -247,7 +257,7 @@ struct Gradient {
                     for (int t = 0; t < TILES; ++t) {
                         uint4 of_others[OTHERS];
 #pragma unroll
-                        for (int other = 0; other < OTHERS; ++other) of_others[other] = others[other * TILES + t];
+                        for (int other = 0; other < OTHERS; ++other) of_others[other] = of_ranks[other * TILES + t];
                         const Tile x = of_rank(r, a[t], of_others), e = staged_tile(errors, r * P::OUT * TILES + t);
                         const Tile e_turned = {e.x, e.z, e.y, e.w};
                         multiply(sum[0], e_turned, x.x, x.y);
@@ -322,14 +332,22 @@ struct Bias {
         if (place >= 0)
 #pragma unroll
             for (int t = 0; t < TILES; ++t) parts[t] = __ldcg(sums + t * (bytes / (4 * TILES)));
-#if RESIDENT_RANKS > 1
-        if (place >= 0)
-            take(others, [&](int n) {
-                return slot(PEERS.rank, other_rank(n / TILES), step) + sent + n % TILES * (bytes / TILES);
-            });
-        __syncwarp();
-#endif
     }
+#if RESIDENT_RANKS > 1
+    __device__ __forceinline__ void look_at_others(int step) {
+        look(others, [&](int n) -> const u8* {
+            if (place < 0) return nullptr;
+            return slot(PEERS.rank, other_rank(n / TILES), step) + sent + n % TILES * (bytes / TILES);
+        });
+    }
+    __device__ __forceinline__ void take_others(int step) {
+        look_until([&] {
+            look_at_others(step);
+            return all_written(others);
+        });
+        __syncwarp();
+    }
+#endif
     __device__ __forceinline__ bool update(const Update& update) {
         if (place < 0) return false;
 #if RESIDENT_RANKS > 1

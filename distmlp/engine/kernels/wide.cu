@@ -46,6 +46,7 @@ __device__ __forceinline__ void train_step(
     Flags& flags = ENGINE.control->flags[s & 1];
     Flags& next = ENGINE.control->flags[s + 1 & 1];
     const int rows = info.rows, last = ENGINE.layers - 1;
+    const bool lost = may_join() && rank_is_lost();  // nobody waits for ranks now: all blocks see the same
 
     if (blockIdx.x == 0)  // the last step is over everywhere, the next has not begun
         for (int i = threadIdx.x; i < sizeof(Flags) / 4; i += THREADS) ((u32*)&next)[i] = 0;
@@ -78,24 +79,32 @@ __device__ __forceinline__ void train_step(
     }
 
     const bool joined = may_join();
-    bool direct = (joined || may_update_directly()) && surely_finite(flags, flags.output[0], flags.weight, rows);
-    float weight = 0.f;  // of all ranks
-    Exchange ranks(0);
-    if (joined) {
-        const Agreement all = agree(ranks, true, direct || rows == 0, flags.weight, rows);
-        direct = all.direct;
-        weight = all.weight;
+    if (joined && lost) {  // the host will say why
+        progress.frozen = true;
+        if (blockIdx.x == 0 && threadIdx.x == 0) ENGINE.results[s] = StepResult{0., 0.f, NOT_RUN};
+        return;
     }
-    if (direct) {
+    bool direct = (joined || may_update_directly()) && surely_finite(flags, flags.output[0], flags.weight, rows);
+    if (joined) {  // whether to do so is awaited behind the products
+        begin_agreement(direct || rows == 0, flags.weight, rows);
+        if (blockIdx.x == 0) finish_loss(s, rows, flags.weight);
+        if (blockIdx.x == 0 && threadIdx.x == TALLY_LOSS)
+            send_loss(ENGINE.gradient[ENGINE.size + TALLY_LOSS]);
+        if (last == 0 && threadIdx.x == 0) set_hyper(hyper, info.rate, 0.f, progress.step + 1);
+        __syncthreads();
+    } else if (direct) {
         ++progress.step;
         if (last == 0 && threadIdx.x == 0) set_hyper(hyper, info.rate, 0.f, progress.step);
-        if (threadIdx.x == 0) hyper.scale = 1.f / (joined ? weight : flags.weight);
+        if (threadIdx.x == 0) hyper.scale = 1.f / flags.weight;
         __syncthreads();
     }
-    gradients(batch, rows, direct, hyper);
-    if (blockIdx.x == 0) finish_loss(s, rows, flags.weight);
-    if (joined && direct && blockIdx.x == 0 && threadIdx.x == TALLY_LOSS)
-        join_result(ranks, s, ENGINE.gradient[ENGINE.size + TALLY_LOSS], weight);
+    direct = gradients(batch, rows, direct, hyper);
+    if (joined) {
+        if (direct) ++progress.step;
+        if (direct && blockIdx.x == 0 && threadIdx.x == 0) put_joined_result(s);
+    } else if (blockIdx.x == 0) {
+        finish_loss(s, rows, flags.weight);
+    }
     if (s + 1 < end) {
         const StepInfo following = ENGINE.steps[s + 1];
         gather_rows<RAW_TYPE>(raw, following.first, following.rows, ENGINE.batches[s + 1 & 1], &next.output[0]);
@@ -104,11 +113,8 @@ __device__ __forceinline__ void train_step(
 #if LANES
     keep_lane(s % ENGINE.lane_stride);  // who writes the gradient next waits for barriers before
 #endif
-    if (joined && !all_were_there(s, direct)) {
-        progress.frozen = true;
-        return;
-    }
-    if (!direct && !ENGINE.deferred) {
+    if (joined) count_exchange(direct);
+    if (!direct && !ENGINE.deferred && !(joined && rank_is_lost())) {
         apply_gradient(s, barrier, progress);
         barrier.wait();
     }
@@ -123,6 +129,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) train_steps(
     GridBarrier barrier(&control.barrier);
     load_layers();
     Progress progress = {control.step, control.skipped, control.frozen != 0};
+#if SEVERAL_RANKS
+    if (ENGINE.needs_norm == PEERS_SUM) begin_joining();
+#endif
 
 #if LANES
     finish_lanes(apply_first);

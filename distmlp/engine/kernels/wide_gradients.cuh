@@ -46,46 +46,97 @@ __device__ __forceinline__ bool may_join() {
     return ranks_join() && (LAYER(0).splits == 1 || ENGINE.gradient_tasks <= gridDim.x);
 }
 
+#if SEVERAL_RANKS
+typedef bool Agreed;
+#else
+typedef void Agreed;
+#endif
+
 // What is known of four weights before their gradient is summed.
 struct Joined {
     Parameters parameters;
     uint4 seen;  // of another rank's gradient
 };
 
-// What becomes of the gradient of a whole tile. With several ranks it is sent as a whole first: what comes back takes a
-// while.
+// What becomes of the gradient of a whole tile where the ranks add up theirs. It is sent as a whole first: what comes back
+// takes a while.
+__device__ __forceinline__ void join_weights(const Layer& layer, int m0, int n0, const Hyper& h) {
+    typedef Gradient::Output Output;
+    const float* tile = output_tile<Gradient>();
+    TileExchange ranks(joining().number);
+    const auto place = [&](int r, int c) { return weight_place(layer, m0 + r, n0 + c); };
+    const auto exists = [&](int r, int c) { return has_weights(layer, m0 + r, n0 + c); };
+    const auto nothing = [](int, int) { return 0; };
+    Output::for_each_quad(tile, nothing, [&](int r, int c, const float4& v, int) {
+        if (exists(r, c)) ranks.send(place(r, c), v);
+    });
+    if (PEER_FORM == SCATTER)
+        Output::for_each_quad(tile, nothing, [&](int r, int c, const float4& v, int) {
+            if (exists(r, c)) ranks.pass_on(place(r, c), v);
+        });
+    Output::for_each_quad(
+        tile,
+        [&](int r, int c) {
+            Joined known = {};
+            if (!exists(r, c)) return known;
+            known.parameters.load(place(r, c));
+            known.seen = ranks.look(place(r, c));
+            return known;
+        },
+        [&](int r, int c, const float4& v, Joined& known) {
+            if (!exists(r, c)) return;
+            known.parameters.update(h, ranks.take(place(r, c), v, known.seen));
+            known.parameters.store(h, place(r, c));
+            store_quad(layer.weight + (i64)(m0 + r) * layer.ld_out + n0 + c, known.parameters.value);
+        });
+}
+// Where outputs do not come in fours: weight by weight, dealt to all threads.
+__device__ __noinline__ void join_weights_singly(const Layer& layer, int m0, int n0, const Hyper& h) {
+    typedef Gradient::Output Output;
+    constexpr int AHEAD = 4;
+    const float* tile = output_tile<Gradient>();
+    Exchange ranks(joining().number);
+    const int columns = min(Output::N, layer.fan_out - n0), count = columns * min(Output::M, layer.fan_in - m0);
+    const auto place = [&](int i) { return weight_place(layer, m0 + i / columns, n0 + i % columns); };
+    const auto value = [&](int i) { return tile[i / columns * Output::STRIDE + i % columns]; };
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += THREADS) ranks.send(place(i), value(i));
+#pragma unroll 1
+    for (int first = threadIdx.x; first < count; first += AHEAD * THREADS) {
+        float parameter[AHEAD], first_slot[AHEAD], second_slot[AHEAD];
+        u32 seen[AHEAD];
+#pragma unroll
+        for (int a = 0; a < AHEAD; ++a) {
+            const int i = min(first + a * THREADS, count - 1);
+            parameter[a] = ENGINE.parameters[place(i)];
+            first_slot[a] = has_first_slot() ? ENGINE.first_slot[place(i)] : 0.f;
+            second_slot[a] = has_second_slot() ? ENGINE.second_slot[place(i)] : 0.f;
+            seen[a] = ranks.look(place(i));
+        }
+#pragma unroll
+        for (int a = 0; a < AHEAD; ++a) {
+            const int i = first + a * THREADS;
+            if (i >= count) break;
+            const i64 at = place(i);
+            const float sum = ranks.take(at, value(i), seen[a]);
+            const float p = update_rule(h, parameter[a], sum, first_slot[a], second_slot[a]);
+            if (has_first_slot()) ENGINE.first_slot[at] = first_slot[a];
+            if (has_second_slot()) ENGINE.second_slot[at] = second_slot[a];
+            ENGINE.parameters[at] = p;
+            if (EMA) ENGINE.ema[at] = average(h.ema_decay, ENGINE.ema[at], p);
+            layer.weight[(i64)(m0 + i / columns) * layer.ld_out + n0 + i % columns] = to_element(p);
+        }
+    }
+}
+
+// What becomes of the gradient of a whole tile.
 __device__ __forceinline__ void finish_weights(const Layer& layer, int m0, int n0, bool direct, const Hyper& h) {
     typedef Gradient::Output Output;
     const float* tile = output_tile<Gradient>();
     if (SEVERAL_RANKS && direct) {
-        TileExchange ranks(agreed_exchange());
-        const bool whole = layer.fan_out % 4 == 0;
-        Output::for_each_quad(
-            tile, [](int, int) { return 0; },
-            [&](int r, int c, const float4& v, int) {
-                if (has_weights(layer, m0 + r, n0 + c))
-                    ranks.send(weight_place(layer, m0 + r, n0 + c), v, whole, layer.fan_out - n0 - c);
-            });
-        if (PEER_FORM == SCATTER)
-            Output::for_each_quad(
-                tile, [](int, int) { return 0; },
-                [&](int r, int c, const float4& v, int) {
-                    if (has_weights(layer, m0 + r, n0 + c)) ranks.pass_on(weight_place(layer, m0 + r, n0 + c), v, whole);
-                });
-        Output::for_each_quad(
-            tile,
-            [&](int r, int c) {
-                Joined known = {load_weights(layer, m0 + r, n0 + c)};
-                if (has_weights(layer, m0 + r, n0 + c)) 
-                    known.seen = ranks.look(weight_place(layer, m0 + r, n0 + c), whole, layer.fan_out - n0 - c);
-                return known;
-            },
-            [&](int r, int c, const float4& v, Joined& known) {
-                if (!has_weights(layer, m0 + r, n0 + c)) return;
-                const float4 sum =
-                    ranks.take(weight_place(layer, m0 + r, n0 + c), v, known.seen, whole, layer.fan_out - n0 - c);
-                update_weights(layer, h, m0 + r, n0 + c, sum, known.parameters);
-            });
+        if (n0 >= layer.fan_out) return;
+        if (layer.fan_out % 4 == 0) join_weights(layer, m0, n0, h);
+        else join_weights_singly(layer, m0, n0, h);
     } else if (direct)
         Output::for_each_quad(
             tile, [&](int r, int c) { return load_weights(layer, m0 + r, n0 + c); },
@@ -105,7 +156,9 @@ __device__ __forceinline__ int layer_of_task(int task) {
     return l;
 }
 
-__device__ PHASE void weight_gradients(const Batch& batch, int rows, bool direct, const Hyper& h) {
+// With other ranks: as far as the agreement with them is not there yet, it is awaited here, behind the first products.
+__device__ PHASE Agreed weight_gradients(const Batch& batch, int rows, bool direct, Hyper& h) {
+    bool pending = may_join();
     const int stages = ceil_div(rows, Gradient::DEPTH);
     const auto work = [&](int i, TileWork& w) {
         const int task = blockIdx.x + i * gridDim.x;
@@ -130,9 +183,13 @@ __device__ PHASE void weight_gradients(const Batch& batch, int rows, bool direct
         product.add_slices(output_tile<Gradient>());
         if (layer.splits > 1 && !add_splits(product, layer, own / layer.splits, own % layer.splits)) return;
         product.for_each_summed_part(output_tile<Gradient>(), [&](int part) {
+            if (pending) direct = finish_agreement(h), pending = false;
             finish_weights(layer, w.m0, w.n0 + part * Gradient::Output::N, direct, h);
         });
     });
+#if SEVERAL_RANKS
+    return pending ? finish_agreement(h) : direct;
+#endif
 }
 
 // Gradients of up to BIAS_COLUMNS biases: every warp adds up its share of the row tiles, then the warps' sums in order.
@@ -149,19 +206,25 @@ __device__ __forceinline__ void bias_task(int l, int task, int rows, bool direct
     if (warp == 0 && c < layer.fan_out) {
         sum = 0.f;
         for (int w = 0; w < THREADS / 32; ++w) sum += sums[w][threadIdx.x];
-        if (SEVERAL_RANKS && direct) sum = Exchange(agreed_exchange()).sum(layer.bias_offset + c, sum);
+        if (SEVERAL_RANKS && direct) sum = Exchange(joining().number).sum(layer.bias_offset + c, sum);
         if (direct) update_parameter(h, layer.bias_offset + c, sum);
         else ENGINE.gradient[layer.bias_offset + c] = sum;
     }
     __syncthreads();
 }
 
-__device__ __forceinline__ void gradients(const Batch& batch, int rows, bool direct, const Hyper& h) {
+// Returns `direct`, or, with other ranks, what was agreed.
+__device__ __forceinline__ bool gradients(const Batch& batch, int rows, bool direct, Hyper& h) {
+#if SEVERAL_RANKS
+    direct = weight_gradients(batch, rows, direct, h);
+#else
     weight_gradients(batch, rows, direct, h);
+#endif
     for (int l = 0, before = 0; l < ENGINE.layers; ++l) {  // the last blocks take them first
         const int tasks = ceil_div(LAYER(l).fan_out, BIAS_COLUMNS);
         for (int task = (blockIdx.x + before) % gridDim.x; task < tasks; task += gridDim.x)
             bias_task(l, tasks - 1 - task, rows, direct, h);
         before += tasks;
     }
+    return direct;
 }
