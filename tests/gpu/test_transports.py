@@ -34,10 +34,11 @@ NARROW = RANKED.but(
 )  # fmt: skip
 SWEEP = NARROW.but(kernel="sweep", widths=(32, 128, 128, 16), batch=18_000, batches=2, run=RANKED.run)
 BULK = NARROW.but(kernel="bulk", widths=(70, 300, 200, 16), batch=1500, run=RANKED.run)
+ROUNDS = BULK.but(widths=(688, 688, 688, 688, 690), batch=600)  # blocks have two tiles of weight gradients
 PASSES = SWEEP.but(kernel="passes", run=AVERAGED)
 CHAIN = NARROW.but(kernel="chain", widths=(70, 200, 130, 16), batch=2000)  # of the last row one rank has none
 RESIDENT = RANKED.but(precision="bf16", kernel="resident", run=AVERAGED)
-CASES = [RANKED, RANKED.but(precision="bf16"), NARROW, SWEEP, BULK, PASSES, CHAIN, RESIDENT]
+CASES = [RANKED, RANKED.but(precision="bf16"), NARROW, SWEEP, BULK, ROUNDS, PASSES, CHAIN, RESIDENT]
 LARGE = RANKED.but(widths=(64, 512, 512, 16))  # four ranks add it up by parts
 FOUR_CASES = [
     RANKED, LARGE, LARGE.but(precision="bf16", kernel="bulk", batch=3000, batches=3), NARROW, CHAIN.but(batch=4000),
@@ -96,7 +97,9 @@ def run_ranks(
 
 
 @pytest.mark.parametrize(
-    "number", range(len(CASES)), ids=["fp32", "bf16", "narrow", "sweep", "bulk", "passes", "chain", "resident"]
+    "number",
+    range(len(CASES)),
+    ids=["fp32", "bf16", "narrow", "sweep", "bulk", "rounds", "passes", "chain", "resident"],
 )
 def test_trains_like_one_rank_with_the_same_bits_on_both(report, number):
     check_training(report["training"][number], LIMITS[CASES[number].precision])

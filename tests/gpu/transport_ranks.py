@@ -6,6 +6,7 @@ mpirun -n 2 python tests/gpu/transport_ranks.py TRANSPORT REPORT.json [share] [h
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import json
 import sys
 import time
@@ -90,7 +91,10 @@ def train(world: World, transport: str, case: Case) -> dict[str, Any]:
 
     def bits(engine: Any) -> bytes:
         state = engine.state()
-        return b"".join(values.tobytes() for values in (state.parameters, average(state), *state.slots.values()))
+        digest = hashlib.sha256()
+        for values in (state.parameters, average(state), *state.slots.values()):
+            digest.update(values)
+        return digest.digest()
 
     def average(state: State) -> np.ndarray:
         return np.empty(0) if state.ema is None else state.ema
