@@ -14,7 +14,9 @@ from itertools import pairwise
 from distmlp.engine.plan_narrow import CHUNK, MAX_WIDTH, static_bytes, update_macros
 from distmlp.engine.plan_task import Buffer, Device, Task, aligned
 
-WARPS = 16
+WARPS = 16  # of a block
+KEEPING_ROWS = 128  # of it, at most, where activations stay in shared memory
+SCRATCH_BYTES = 9216, 32768  # there, at least and at most
 MAX_LAYERS = 12  # every layer has code of its own
 MAX_ROWS = 512  # of a strip
 MAX_STAGES = 6
@@ -34,18 +36,39 @@ class StripsPlan:
     stages: int
     weight_copies: int  # layers whose weights are in shared memory at a time
     shared_bytes: int
+    scratch_bytes: int  # in the place of stages, where activations stay in shared memory
+    warps: int
     raw_type: str
     direct: bool  # sums and update without the flat gradient
 
     name, path, source, entry = "strips", "narrow", "strips.cu", "strips_steps"
-    threads = 32 * WARPS
     cluster, pays = 1, True
     batch_rows = 0
 
     @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def keeps(self) -> bool:
+        """Activations stay in shared memory until they are met again."""
+        return self.scratch_bytes > 0
+
+    @property
     def tiles(self) -> int:
-        """Of 16 rows that a warp takes through a layer at a time: two where its registers hold them."""
-        return 2 if self.rows >= 32 * WARPS and _padded(max(self.widths)) <= 64 else 1
+        """Of 16 rows that a warp takes through a layer at a time: two where all warps have them."""
+        return 2 if self.rows * self._most_across >= 32 * self.warps else 1
+
+    @property
+    def across(self) -> int:
+        """Warps that take the same rows through a layer, each 64 columns at most or, to have work for all, 32."""
+        if self.tiles == 2:
+            return self._most_across
+        return min(_padded(max(self.widths)) // 32, 1 << max(0, (16 * self.warps // self.rows).bit_length() - 1))
+
+    @property
+    def _most_across(self) -> int:
+        return 1 if _padded(max(self.widths)) <= 64 else 2
 
     @property
     def kept_copies(self) -> int:
@@ -67,12 +90,15 @@ class StripsPlan:
             "WIDTHS": ",".join(map(str, self.widths)),
             "ACTIVATIONS": ",".join(self.activations).upper(),
             "RAW_TYPE": f"RAW_{self.raw_type[0].upper()}{8 * int(self.raw_type[1:])}",
-            "STRIP_WARPS": str(WARPS),
+            "STRIP_WARPS": str(self.warps),
             "STRIP_TILES": str(self.tiles),
             "STRIP_BLOCKS": str(self.blocks),
             "STRIP_ROWS": str(self.rows),
             "STAGE_ROWS": str(self.stage_rows),
             "STRIP_STAGES": str(self.stages),
+            "STRIP_KEEPS": str(int(self.keeps)),
+            "STRIP_SCRATCH": str(self.scratch_bytes),
+            "STRIP_ACROSS": str(self.across),
             "WEIGHT_COPIES": str(self.weight_copies),
             "KEPT_COPIES": str(self.kept_copies),
             "STRIP_SHARED_BYTES": str(self.shared_bytes),
@@ -90,6 +116,12 @@ def plan_strips(task: Task, device: Device) -> StripsPlan | None:
         return None
     room = device.shared_bytes - STATIC_BYTES - static_bytes(task)
     tiles = -(-max(1, task.rows) // 16)
+    if kept := _keeping(widths, 16 * -(-tiles // multiprocessors), room):
+        rows, stage_rows, copies, scratch, shared = kept
+        return StripsPlan(
+            widths, task.network.activations, multiprocessors, rows, stage_rows, 0, copies, shared, scratch,
+            8 if max(widths) <= 64 else WARPS, task.raw_type, task.updates_directly,
+        )  # fmt: skip
     for strips in range(1, tiles + 1):
         rows = _strip_rows(-(-tiles // (multiprocessors * strips)) * 16)
         if rows > MAX_ROWS:
@@ -99,11 +131,34 @@ def plan_strips(task: Task, device: Device) -> StripsPlan | None:
             if shared <= room:
                 return StripsPlan(
                     widths, task.network.activations, multiprocessors, rows, stage_rows, stages, copies, shared,
-                    task.raw_type, task.updates_directly,
+                    0, WARPS, task.raw_type, task.updates_directly,
                 )  # fmt: skip
         if rows == 16:
             return None
     return None
+
+
+def _keeping(widths: Sequence[int], rows: int, room: int) -> tuple[int, int, int, int, int] | None:
+    """Rows and those of a stage, weight copies, scratch memory and all of it, where activations fit.
+
+    Only of all `rows` of a block: with several strips, sums of gradients that go out and in again cost more.
+    """
+    if rows > KEEPING_ROWS:
+        return None
+    stage_rows = 32 if rows % 32 == 0 else 16
+    layers = len(widths) - 1
+    for copies in (layers, min(2, layers)):
+        used = 4 * (rows * sum(_padded(width) + 4 for width in widths) + _floats_of_weights(widths, copies)) + 8 * rows
+        scratch = min(SCRATCH_BYTES[1], (room - used) // 128 * 128)
+        if scratch >= SCRATCH_BYTES[0]:
+            return rows, stage_rows, copies, scratch, used + scratch
+    return None
+
+
+def _floats_of_weights(widths: Sequence[int], copies: int) -> int:
+    """In shared memory, with all biases."""
+    largest = max(_padded(i) * _padded(o) for i, o in pairwise(widths))
+    return (_weight_floats(widths) if copies >= len(widths) - 1 else copies * largest) + _bias_floats(widths)
 
 
 def _strip_rows(rows: int) -> int:
@@ -138,7 +193,4 @@ def _bias_floats(widths: Sequence[int]) -> int:
 
 
 def _shared_bytes(widths: Sequence[int], rows: int, copies: int, stage_rows: int, stages: int) -> int:
-    layers = len(widths) - 1
-    largest = max(_padded(i) * _padded(o) for i, o in pairwise(widths))
-    weights = _weight_floats(widths) if copies >= layers else copies * largest
-    return 4 * ((rows + stages * stage_rows) * _row_floats(widths) + weights + _bias_floats(widths)) + 8 * rows
+    return 4 * ((rows + stages * stage_rows) * _row_floats(widths) + _floats_of_weights(widths, copies)) + 8 * rows

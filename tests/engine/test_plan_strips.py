@@ -14,6 +14,7 @@ H200 = Device("H200", 90, 132, 232448, 1 << 37)
 A100 = Device("A100", 80, 108, 166912, 1 << 36)
 T4 = Device("T4", 75, 40, 65536, 1 << 34)
 NARROW64, NARROW128 = (32, 64, 64, 64, 64, 16), (32, 128, 128, 128, 128, 16)
+DEEP64 = (16, *(64,) * 8, 2)
 
 
 def plan(
@@ -36,7 +37,9 @@ def test_asks_for_no_more_than_there_is(widths: tuple[int, ...], rows: int, devi
     assert found.rows <= MAX_ROWS
     assert found.rows % found.stage_rows == 0
     assert found.rows % (32 if found.rows >= 256 else 16) == 0
-    assert found.stages >= 3
+    assert (found.stages >= 3) != found.keeps
+    assert found.rows % (16 * found.tiles) == 0
+    assert found.warps % found.across == 0
     partials, image, kept = found.buffers()
     floats = sum((-(-i // 32) * 32 + 1) * (-(-o // 32) * 32) for i, o in pairwise(widths))
     assert image.size_bytes == 4 * floats
@@ -44,11 +47,44 @@ def test_asks_for_no_more_than_there_is(widths: tuple[int, ...], rows: int, devi
     assert kept.size_bytes >= found.blocks * found.rows * widths[0] * 4
 
 
+def rows_and_copies(widths: tuple[int, ...], rows: int) -> tuple[int, int]:
+    found = plan(widths, rows)
+    assert found is not None
+    return found.rows, found.weight_copies
+
+
 def test_rows_are_shared_out_evenly() -> None:
     """A batch that fits goes through once, another in strips of the same size."""
-    small, once, twice = plan(NARROW64, 1024), plan(NARROW64, 65_536), plan(NARROW128, 65_536)
-    assert (small and small.rows, once and once.rows, twice and twice.rows) == (16, 512, 256)
-    assert (small and small.weight_copies, once and once.weight_copies, twice and twice.weight_copies) == (5, 2, 1)
+    assert rows_and_copies(NARROW64, 1024) == (16, 5)
+    assert rows_and_copies(NARROW64, 65_536) == (512, 2)
+    assert rows_and_copies(NARROW128, 65_536) == (256, 1)
+
+
+@pytest.mark.parametrize(
+    ("widths", "rows", "keeps"),
+    [
+        (NARROW64, 1024, True), (NARROW128, 2000, True), (NARROW64, 16_896, True), (NARROW64, 16_897, False),
+        (NARROW128, 65_536, False), (DEEP64, 9000, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_activations_stay_where_they_fit(widths: tuple[int, ...], rows: int, keeps: bool) -> None:
+    found = plan(widths, rows)
+    assert found is not None
+    assert found.keeps == keeps
+
+
+@pytest.mark.parametrize(
+    ("widths", "rows", "tiles", "across"),
+    [
+        (NARROW64, 1024, 1, 2), (NARROW128, 1024, 1, 4), (NARROW128, 65_536, 2, 2), (DEEP64, 65_536, 2, 1),
+        (DEEP64, 9000, 1, 2),
+    ],
+)  # fmt: skip
+def test_all_warps_have_rows_or_columns(widths: tuple[int, ...], rows: int, tiles: int, across: int) -> None:
+    found = plan(widths, rows)
+    assert found is not None
+    assert (found.tiles, found.across) == (tiles, across)
 
 
 def test_declines_what_does_not_fit() -> None:

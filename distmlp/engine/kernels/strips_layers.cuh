@@ -1,7 +1,8 @@
 // A strip of rows on its way through the network: up, where a warp takes its own rows through a layer, and down, where
 // first the whole block sums the layer's weight gradient, then every warp takes its rows' errors to the layer below.
 //
-// Activations, and later errors, of the layer at hand lie in shared memory, each in the place of what it was made from.
+// Activations, and later errors, of the layer at hand lie in shared memory, each in the place of what it was made from; or,
+// where they fit, those of all layers, errors in the place of activations.
 #pragma once
 #include "strips_gradients.cuh"
 #include "strips_output.cuh"
@@ -12,21 +13,33 @@ namespace strips {
 __device__ __forceinline__ constexpr bool keeps_signs(int kind) { return kind == RELU || kind == LEAKY_RELU; }
 constexpr int SIGN_WORDS = 2 * TILES;
 
-__device__ __forceinline__ u32* signs_at(const Strip& strip, int plane, int first) {
-    return (u32*)(strip.kept + KEPT_FLOATS + plane) + (first / PIECE * 32 + strip.lane) * SIGN_WORDS;
+__device__ __forceinline__ u32* signs_at(const Strip& strip, int plane, int piece) {
+    return (u32*)(strip.kept + KEPT_FLOATS + plane) + (piece * 32 + strip.lane) * SIGN_WORDS;
 }
+
+// What a warp takes of a layer: PIECE rows from `first` on, MINE columns from `from` on, in turns.
+template <int COLUMNS>
+struct Turn {
+    static constexpr int ACROSS = across(COLUMNS), MINE = COLUMNS / ACROSS;
+    int piece;
+
+    __device__ __forceinline__ explicit Turn(const Strip& strip) : piece(strip.warp) {}
+    __device__ __forceinline__ int first() const { return piece / ACROSS * PIECE; }
+    __device__ __forceinline__ int from() const { return piece % ACROSS * MINE; }
+};
 
 // Layer L + n for the warp's pieces.
 template <int L>
 __device__ __forceinline__ void hidden(const Strip& at_large, int n, int rows) {
     const Strip strip = at_large.here();
-    constexpr int COLUMNS = padded(L + 1), KIND = activation(L), VECTORS = COLUMNS / 4;
+    constexpr int COLUMNS = padded(L + 1), KIND = activation(L), MINE = Turn<COLUMNS>::MINE, VECTORS = MINE / 4;
 #pragma unroll 1
-    for (int first = strip.warp * PIECE; first < rows; first += WARPS * PIECE) {
-        Sums<COLUMNS> sums;
-        const float* bias = strip.biases<L>(n) + 8 * strip.t();
-        strip.products_up<L>(first, L + n, sums);
-        float* slopes = strip.kept + KEPT_FLOATS + kept_of<L + 1>(n) + (first + strip.g()) * COLUMNS + 8 * strip.t();
+    for (Turn<COLUMNS> turn(strip); turn.first() < rows; turn.piece += WARPS) {
+        const int first = turn.first(), own = turn.from() + 8 * strip.t();
+        Sums<MINE> sums;
+        const float* bias = strip.biases<L>(n) + own;
+        strip.products_up<L>(first, turn.from(), L + n, sums);
+        float* slopes = strip.kept + KEPT_FLOATS + kept_of<L + 1>(n) + (first + strip.g()) * COLUMNS + own;
         u32 signs[SIGN_WORDS];
 #pragma unroll
         for (int m = 0; m < TILES; ++m)
@@ -34,7 +47,7 @@ __device__ __forceinline__ void hidden(const Strip& at_large, int n, int rows) {
             for (int half = 0; half < 2; ++half) {
                 u32 word = 0;
 #pragma unroll
-                for (int q = 0; q < COLUMNS / 32; ++q)
+                for (int q = 0; q < MINE / 32; ++q)
 #pragma unroll
                     for (int upper = 0; upper < 2; ++upper) {
                         const float4 b = *(const float4*)(bias + 32 * q + 4 * upper);
@@ -54,28 +67,32 @@ __device__ __forceinline__ void hidden(const Strip& at_large, int n, int rows) {
                         y.z = output(z.z + b.z, slope.z);
                         y.w = output(z.w + b.w, slope.w);
                         const int r = 16 * m + 8 * half, c = 32 * q + 4 * upper;
-                        strip.store_row(first + r + strip.g(), c + 8 * strip.t(), y);
+                        strip.store_row<L + 1>(n, first + r + strip.g(), c + own, y);
                         if (stores_slope(KIND)) *(float4*)(slopes + r * COLUMNS + c) = slope;
                     }
                 signs[2 * m + half] = word;
             }
         if (keeps_signs(KIND)) {
-            u32* at = signs_at(strip, kept_of<L + 1>(n), first);
+            u32* at = signs_at(strip, kept_of<L + 1>(n), turn.piece);
 #pragma unroll
             for (int i = 0; i < SIGN_WORDS; i += 2) *(uint2*)(at + i) = make_uint2(signs[i], signs[i + 1]);
         }
+        if (KEEPS) continue;
         __syncwarp();
-        uint4* keep = (uint4*)(strip.kept + kept_of<L + 1>(n) + first * COLUMNS) + strip.lane;
+        uint4* keep = (uint4*)(strip.kept + kept_of<L + 1>(n) + first * COLUMNS + turn.from());
 #pragma unroll 1
         for (int from = 0; from < PIECE * VECTORS; from += 128) {  // whole lines
             u32 v[4][4];
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const int i = from + 32 * k + strip.lane;
-                load_vector(v[k], strip.row_address(first + i / VECTORS) + i % VECTORS * 16);
+                load_vector(v[k], strip.row_address<L + 1>(n, first + i / VECTORS) + 4 * turn.from() + i % VECTORS * 16);
             }
 #pragma unroll
-            for (int k = 0; k < 4; ++k) keep[from + 32 * k] = make_uint4(v[k][0], v[k][1], v[k][2], v[k][3]);
+            for (int k = 0; k < 4; ++k) {
+                const int i = from + 32 * k + strip.lane;
+                keep[i / VECTORS * (COLUMNS / 4) + i % VECTORS] = make_uint4(v[k][0], v[k][1], v[k][2], v[k][3]);
+            }
         }
     }
     __syncwarp();
@@ -85,43 +102,47 @@ __device__ __forceinline__ void hidden(const Strip& at_large, int n, int rows) {
 template <int L>
 __device__ __forceinline__ void errors(const Strip& at_large, int n, int rows) {
     const Strip strip = at_large.here();
-    constexpr int COLUMNS = padded(L), KIND = activation(L - 1);
+    constexpr int COLUMNS = padded(L), KIND = activation(L - 1), MINE = Turn<COLUMNS>::MINE;
 #pragma unroll 1
-    for (int first = strip.warp * PIECE; first < rows; first += WARPS * PIECE) {
+    for (Turn<COLUMNS> turn(strip); turn.first() < rows; turn.piece += WARPS) {
+        const int first = turn.first(), own = turn.from() + 8 * strip.t();
         u32 signs[SIGN_WORDS];
         if (keeps_signs(KIND)) {
-            const u32* at = signs_at(strip, kept_of<L>(n), first);
+            const u32* at = signs_at(strip, kept_of<L>(n), turn.piece);
 #pragma unroll
             for (int i = 0; i < SIGN_WORDS; i += 2) {
                 const uint2 pair = *(const uint2*)(at + i);
                 signs[i] = pair.x, signs[i + 1] = pair.y;
             }
         }
-        Sums<COLUMNS> sums;
-        strip.products_down<L>(first, L + n, sums);
+        Sums<MINE> sums;
+        strip.products_down<L>(first, turn.from(), L + n, sums);
         const float* keep = strip.kept + (stores_slope(KIND) ? KEPT_FLOATS : 0) + kept_of<L>(n) +
-                            (first + strip.g()) * COLUMNS + 8 * strip.t();
+                            (first + strip.g()) * COLUMNS + own;
 #pragma unroll
         for (int m = 0; m < TILES; ++m) {
-            float4 known[2][COLUMNS / 32][2];
+            float4 known[2][MINE / 32][2];
             if (!keeps_signs(KIND)) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
 #pragma unroll
-                    for (int q = 0; q < COLUMNS / 32; ++q)
+                    for (int q = 0; q < MINE / 32; ++q)
 #pragma unroll
-                        for (int upper = 0; upper < 2; ++upper)
-                            known[half][q][upper] =
-                                *(const float4*)(keep + (16 * m + 8 * half) * COLUMNS + 32 * q + 4 * upper);
+                        for (int upper = 0; upper < 2; ++upper) {
+                            const int r = 16 * m + 8 * half, c = 32 * q + 4 * upper;
+                            known[half][q][upper] = KEEPS && !stores_slope(KIND)
+                                                        ? strip.load_row<L>(n, first + r + strip.g(), c + own)
+                                                        : *(const float4*)(keep + r * COLUMNS + c);
+                        }
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll
-                for (int q = 0; q < COLUMNS / 32; ++q)
+                for (int q = 0; q < MINE / 32; ++q)
 #pragma unroll
                     for (int upper = 0; upper < 2; ++upper) {
                         float4 d = sums.four(m, half, q, upper);
-                        const u32 last = COLUMNS / 4 - 1 - (8 * q + 4 * upper);  // where the first of four bits is
+                        const u32 last = MINE / 4 - 1 - (8 * q + 4 * upper);  // where the first of four bits is
                         const float4 k = known[half][q][upper];
                         const auto times_slope = [&](float d, float known, int i) {
                             if (keeps_signs(KIND)) {  // NaN has come from NaN in the layer above, where it is seen
@@ -134,7 +155,8 @@ __device__ __forceinline__ void errors(const Strip& at_large, int n, int rows) {
                         d.y = times_slope(d.y, k.y, 1);
                         d.z = times_slope(d.z, k.z, 2);
                         d.w = times_slope(d.w, k.w, 3);
-                        strip.store_row(first + 16 * m + 8 * half + strip.g(), 32 * q + 8 * strip.t() + 4 * upper, d);
+                        strip.store_row<L>(
+                            n, first + 16 * m + 8 * half + strip.g(), 32 * q + 4 * upper + own, d);
                     }
         }
     }
@@ -142,7 +164,10 @@ __device__ __forceinline__ void errors(const Strip& at_large, int n, int rows) {
 
 // Waits for the weights of layer `l` and asks for what is next, if it has a place of its own.
 __device__ __forceinline__ void begin_layer(const Strip& strip, int l) {
-    if (l > 0 && ALL_WEIGHTS) return;
+    if (l > 0 && ALL_WEIGHTS) {
+        if (STRIP_ACROSS > 1) __syncthreads();
+        return;
+    }
     copy_wait<0>();
     __syncthreads();
     if (ALL_WEIGHTS || WEIGHT_COPIES == 1 || l + 1 == LAYERS) return;

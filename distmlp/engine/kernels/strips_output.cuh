@@ -111,7 +111,7 @@ __device__ __forceinline__ void output(const Strip& at_large, const Raw& raw, in
                 load_targets(strip, raw, row_numbers()[first + 8 * i + strip.g()], early[i >> 1][i & 1]);
         }
         Sums<COLUMNS> sums;
-        strip.products_up<LAYERS - 1>(first, LAYERS - 1, sums);
+        strip.products_up<LAYERS - 1>(first, 0, LAYERS - 1, sums);
 #pragma unroll
         for (int m = 0; m < TILES; ++m)
 #pragma unroll
@@ -131,7 +131,8 @@ __device__ __forceinline__ void output(const Strip& at_large, const Raw& raw, in
                 output_row(strip, raw, row, weight, z, goal, totals);
 #pragma unroll
                 for (int i = 0; i < COLUMNS / 4; i += 4)
-                    strip.store_row(r, output_column(strip, i), to_elements(z[i], z[i + 1], z[i + 2], z[i + 3]));
+                    strip.store_row<LAYERS>(
+                        0, r, output_column(strip, i), to_elements(z[i], z[i + 1], z[i + 2], z[i + 3]));
             }
     }
 }

@@ -73,7 +73,7 @@ __device__ __forceinline__ void prefetch_rows(const Raw& raw, const StepInfo& in
     }
 }
 
-// Inputs of the strip, four columns a thread and turn: to shared memory, and to be met again on the way down.
+// Inputs of the strip, four columns a thread and turn: to shared memory, and to where they are met again on the way down.
 __device__ __forceinline__ void gather(const Raw& raw, const Share& share, float* kept) {
     typedef RawElement<RAW_TYPE>::type T;
     typedef RawElement<RAW_TYPE>::wide Wide;
@@ -107,8 +107,8 @@ __device__ __forceinline__ void gather(const Raw& raw, const Share& share, float
                            ? to_element(standardize((Wide)raw_to_float(x[i][k]), high, low, factor, c + k))
                            : 0.f;
             const float4 v = make_float4(y[0], y[1], y[2], y[3]);
-            *(float4*)((float*)dynamic_shared + r * ROW_FLOATS + c) = v;
-            *(float4*)(kept + kept_at(0) + (i64)r * padded(0) + c) = v;
+            *(float4*)(dynamic_shared + r * row_bytes(0) + 4 * c) = v;
+            if (!KEEPS) *(float4*)(kept + kept_at(0) + (i64)r * padded(0) + c) = v;
         }
     }
 }

@@ -7,6 +7,9 @@
 //   STRIP_ROWS    rows that a block holds at a time
 //   STAGE_ROWS    rows of a stage: inputs of a layer on their way to its weight gradient
 //   STRIP_STAGES  of these stages
+//   STRIP_KEEPS   1: what is met again on the way down stays in shared memory; there are no stages then, but
+//   STRIP_SCRATCH bytes in their place, for sums that warps share
+//   STRIP_ACROSS  warps that take the same rows, each some columns, where these are whole blocks of 32
 //   WEIGHT_COPIES layers whose weights are in shared memory at a time: one, two, or all
 //
 // Widths are padded to 32 columns. A warp meets a matrix of float32 in two ways: eight rows of 16 bytes each
@@ -83,25 +86,39 @@ __device__ __forceinline__ int kept_of(int n) {
 
 constexpr int ROW_FLOATS = most_padded() + 4;  // of activations, errors and stages in shared memory
 constexpr int STAGE_FLOATS = STAGE_ROWS * ROW_FLOATS;
+constexpr bool KEEPS = STRIP_KEEPS;
+SHAPE_FN int across(int columns) { return columns % (32 * STRIP_ACROSS) == 0 ? STRIP_ACROSS : 1; }
+
+// Matrix I of a strip in shared memory: inputs of layer I, on the way down the errors there. If they are kept each has a
+// place of its own, else one is made in the place of the other.
+SHAPE_FN int row_bytes(int i) { return 4 * (KEEPS ? padded(i) + 4 : ROW_FLOATS); }
+SHAPE_FN int kept_bytes(int i) {  // of the first `i`
+    int at = 0;
+    for (int k = 0; k < i; ++k) at += STRIP_ROWS * row_bytes(k);
+    return at;
+}
 
 constexpr bool ALL_WEIGHTS = WEIGHT_COPIES >= LAYERS;
 // Bytes into shared memory.
-constexpr int WEIGHTS_AT = STRIP_ROWS * ROW_FLOATS * 4;
+constexpr int WEIGHTS_AT = KEEPS ? kept_bytes(LAYERS) : STRIP_ROWS * ROW_FLOATS * 4;
 constexpr int WEIGHTS_BYTES = 4 * (ALL_WEIGHTS ? weight_at(LAYERS) : WEIGHT_COPIES * most_weight_floats());
 constexpr int STAGES_AT = WEIGHTS_AT + WEIGHTS_BYTES;
-constexpr int STAGES_BYTES = STRIP_STAGES * STAGE_FLOATS * 4;
-constexpr int BIASES_AT = STAGES_AT + STAGES_BYTES;
+constexpr int STAGES_BYTES = KEEPS ? STRIP_SCRATCH : STRIP_STAGES * STAGE_FLOATS * 4;
+constexpr int ERRORS_AT = STAGES_AT + STAGES_BYTES;  // at the outputs, where activations are kept
+constexpr int ERRORS_BYTES = KEEPS ? STRIP_ROWS * row_bytes(LAYERS) : 0;
+constexpr int BIASES_AT = ERRORS_AT + ERRORS_BYTES;
+SHAPE_FN int rows_at(int i) { return !KEEPS ? 0 : i < LAYERS ? kept_bytes(i) : ERRORS_AT; }
 constexpr int INDEX_AT = BIASES_AT + (PARAMETERS - bias_at(0)) * 4;  // rows in the raw store
 constexpr int SHARED_BYTES = INDEX_AT + STRIP_ROWS * 8;
 
 // Weight gradients are cut into units of 32 x 32. Where there are fewer than warps, several share the rows of a unit.
 SHAPE_FN int units(int layer) { return weight_floats(layer) / 1024; }
-SHAPE_FN int unit_turns(int layer) { return (units(layer) + WARPS - 1) / WARPS; }
 constexpr int SHARE_FLOATS = 36 * 32;  // of a unit's sums and its biases
-SHAPE_FN int shares(int layer) {
-    int most = units(layer) >= WARPS ? 1 : WARPS / units(layer);
-    while (most > 1 && (most > STAGE_ROWS / 8 || (most - 1) * units(layer) * SHARE_FLOATS * 4 > STAGES_BYTES)) --most;
-    return most;
+SHAPE_FN int shares(int layer) {  // a power of two: half of them are added to the others, as often as there are halves
+    const int room = STAGES_BYTES + (layer + 1 < LAYERS ? ERRORS_BYTES : 0);
+    int n = 1;
+    while (2 * n * units(layer) <= WARPS && 2 * n <= STAGE_ROWS / 8 && n * units(layer) * SHARE_FLOATS * 4 <= room) n *= 2;
+    return n;
 }
 
 static_assert(STRIP_ROWS % PIECE == 0 && STRIP_ROWS % STAGE_ROWS == 0 && STAGE_ROWS % 8 == 0, "whole pieces");

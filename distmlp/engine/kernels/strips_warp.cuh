@@ -64,34 +64,47 @@ struct Strip {
     __device__ __forceinline__ const float* biases(int n) const {  // of layer L + n
         return (const float*)(dynamic_shared + BIASES_AT) + FIXED(bias_at(L) - bias_at(0)) + n * padded(L + 1);
     }
-    __device__ __forceinline__ u32 row_address(int r) const { return shared + r * (ROW_FLOATS * 4); }
+    // Row `r` of matrix I + n, which is like I.
+    template <int I>
+    __device__ __forceinline__ u32 row_address(int n, int r) const {
+        return shared + FIXED(rows_at(I)) + (KEEPS ? n * FIXED(STRIP_ROWS * row_bytes(I)) : 0) + r * FIXED(row_bytes(I));
+    }
 
-    // Operand of rows 16 by `from` on and of eight columns from `k` on.
-    __device__ __forceinline__ void load_rows(Operand<4>& a, int from, int k) const {
+    // Operand of 16 rows that begin at `rows` and of eight columns from `k` on.
+    template <int I>
+    __device__ __forceinline__ void load_rows(Operand<4>& a, u32 rows, int k) const {
         u32 r[4];
-        load_matrices(r, row_address(from + (lane & 15)) + 4 * k + (lane >> 4) * 16);
+        load_matrices(r, rows + (lane & 15) * FIXED(row_bytes(I)) + 4 * k + (lane >> 4) * 16);
 #pragma unroll
         for (int i = 0; i < 4; ++i) a.set(i, r[i]);
     }
 
-    // z = a W for the rows of a piece; W is layer `l`'s, which is like L. (Sums that began with the biases would be moved
+    // Warps that take the same rows, where one makes its columns in the place of what the others read.
+    template <int ACROSS>
+    __device__ __forceinline__ void meet() const {
+        if (KEEPS || ACROSS == 1) __syncwarp();
+        else asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / ACROSS), "n"(32 * ACROSS) : "memory");
+    }
+
+    // z = a W for the rows of a piece and columns from `from` on; W is layer `l`'s, which is like L. (Sums that began with the biases would be moved
     // from where these are loaded as vectors, with every product.)
-    template <int L>
-    __device__ __forceinline__ void products_up(int first, int l, Sums<padded(L + 1)>& sums) const {
+    template <int L, int MINE>
+    __device__ __forceinline__ void products_up(int first, int from, int l, Sums<MINE>& sums) const {
         constexpr int COLUMNS = padded(L + 1);
+        const u32 rows = row_address<L>(l - L, first);
         sums.clear();
-        const u32 weights = shared_weights(l) + t() * (COLUMNS * 4);
+        const u32 weights = shared_weights(l) + t() * (COLUMNS * 4) + 4 * from;
         const int vector = g() ^ 2 * t();
 #pragma unroll 2
         for (int k = 0; k < FIXED((width(L) + 7) / 8); ++k) {
             Operand<4> a[TILES];
 #pragma unroll
-            for (int m = 0; m < TILES; ++m) load_rows(a[m], first + 16 * m, 8 * k);
+            for (int m = 0; m < TILES; ++m) load_rows<L>(a[m], rows + 16 * m * FIXED(row_bytes(L)), 8 * k);
             const u32 row = weights + k * (8 * COLUMNS * 4);
             const u32 low = row + (vector ^ (2 * k & 7)) * 16;
             const u32 high = row + 4 * COLUMNS * 4 + (vector ^ (2 * k + 1 & 7)) * 16;
 #pragma unroll
-            for (int q = 0; q < COLUMNS / 32; ++q) {
+            for (int q = 0; q < MINE / 32; ++q) {
                 u32 v[4], w[4];
                 load_vector(v, low + q * 128);
                 load_vector(w, high + q * 128);
@@ -105,25 +118,26 @@ struct Strip {
                 }
             }
         }
-        __syncwarp();  // its rows have been read
+        meet<COLUMNS / MINE>();  // its rows have been read
     }
 
     // d = dz W^T for the rows of a piece.
-    template <int L>
-    __device__ __forceinline__ void products_down(int first, int l, Sums<padded(L)>& sums) const {
-        constexpr int COLUMNS = padded(L), STRIDE = padded(L + 1) * 4;
+    template <int L, int MINE>
+    __device__ __forceinline__ void products_down(int first, int from, int l, Sums<MINE>& sums) const {
+        constexpr int STRIDE = padded(L + 1) * 4;
+        const u32 rows = row_address<L + 1>(l - L, first);
         sums.clear();
         // Lane 8 i + j points to a row of matrix i: W's row 4 j (+ 1 for i > 1), and which of two vectors.
         const int in = 4 * (lane & 7) + (lane >> 4), place = swizzle(in);
-        const u32 weights = shared_weights(l) + in * STRIDE;
+        const u32 weights = shared_weights(l) + (from + in) * STRIDE;
 #pragma unroll 2
         for (int k = 0; k < FIXED((width(L + 1) + 7) / 8); ++k) {
             Operand<4> a[TILES];
 #pragma unroll
-            for (int m = 0; m < TILES; ++m) load_rows(a[m], first + 16 * m, 8 * k);
+            for (int m = 0; m < TILES; ++m) load_rows<L + 1>(a[m], rows + 16 * m * FIXED(row_bytes(L + 1)), 8 * k);
             const int vector = 2 * k + (lane >> 3 & 1) ^ place;
 #pragma unroll
-            for (int q = 0; q < COLUMNS / 32; ++q) {
+            for (int q = 0; q < MINE / 32; ++q) {
 #pragma unroll
                 for (int j = 0; j < 4; j += 2) {
                     u32 r[4];
@@ -139,11 +153,18 @@ struct Strip {
                 }
             }
         }
-        __syncwarp();
+        meet<padded(L) / MINE>();
     }
 
-    __device__ __forceinline__ void store_row(int r, int column, const float4& v) const {
-        store_vector(row_address(r) + 4 * column, v);
+    template <int I>
+    __device__ __forceinline__ float4 load_row(int n, int r, int column) const {
+        u32 v[4];
+        load_vector(v, row_address<I>(n, r) + 4 * column);
+        return make_float4(__uint_as_float(v[0]), __uint_as_float(v[1]), __uint_as_float(v[2]), __uint_as_float(v[3]));
+    }
+    template <int I>
+    __device__ __forceinline__ void store_row(int n, int r, int column, const float4& v) const {
+        store_vector(row_address<I>(n, r) + 4 * column, v);
     }
 };
 
