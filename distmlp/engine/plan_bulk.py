@@ -17,10 +17,12 @@ TILE_M = 128
 WIDTHS_OF_TILES = (256, 128, 64)
 MAX_LAYERS = 12
 MAX_SPLITS = 16
+MAX_WHOLE_ROUNDS = 4  # before shares: with 15, at 4096 columns, these cost more than they saved
 THREADS, CONSUMER_WARPS = 384, 8
 CLUSTER = 2  # blocks, with tiles one above the other
-STATIC_BYTES = 2048  # that the kernel declares itself
+STATIC_BYTES = {"bf16": 2048, "tf32": 3072}  # that the kernel declares itself
 STAGING_BYTES = {"bf16": CONSUMER_WARPS * 2 * 2048, "tf32": CONSUMER_WARPS * 2 * 1024}
+NOTES_BYTES = 256  # barriers of places where results wait to be sent, notes about tiles, places in the ring
 BLOCK_COLUMNS = {"bf16": 64, "tf32": 32}  # of a matrix: 128 bytes
 
 # Clocks of a multiprocessor, of an H200: the product of a stage 64 columns wide, bytes a clock that come in from L2,
@@ -40,7 +42,8 @@ class BulkPlan:
     blocks: int
     n: int  # columns of a tile, forward and backward
     gradient_n: int  # and of a weight gradient
-    splits: int  # of the batch in the weight gradients
+    whole_rounds: int  # of all blocks: so many tiles of weight gradients are a block's for the whole batch
+    splits: int  # of the batch in the others
     stages: int
     ranks: int
     parameters: int
@@ -54,7 +57,8 @@ class BulkPlan:
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * (stage_bytes(max(self.n, self.gradient_n)) + 16) + STAGING_BYTES[self.precision]
+        ring = self.stages * (stage_bytes(max(self.n, self.gradient_n)) + 16)
+        return ring + NOTES_BYTES + STAGING_BYTES[self.precision]
 
     def macros(self) -> dict[str, str]:
         return {
@@ -62,6 +66,7 @@ class BulkPlan:
             "BULK_N": str(self.n),
             "BULK_GRADIENT_N": str(self.gradient_n),
             "BULK_STAGES": str(self.stages),
+            "BULK_WHOLE_ROUNDS": str(self.whole_rounds),
             "BULK_SPLITS": str(self.splits),
             "BULK_ROWS": str(self.rows),
         }
@@ -72,9 +77,12 @@ class BulkPlan:
         columns = BLOCK_COLUMNS[self.precision]
         outputs = sum(self._batch_bytes(fan_out) for _, fan_out in pairs)
         weights = sum(self._weight_bytes(fan_in, fan_out) for fan_in, fan_out in pairs)
-        tiles = self.gradient_tiles
-        several = 2 if self.ranks > 1 else 1  # a tile is finished behind the products of the next one
-        shares = tiles * self.splits if self.splits > 1 else several * self.blocks
+        tiles = gradient_tiles(pairs, self.gradient_n)
+        shares = self.blocks if self.whole_rounds or self.splits == 1 else 0
+        if self.ranks > 1:
+            shares *= 2  # a tile is finished behind the products of the next one
+        if self.splits > 1:
+            shares += (tiles - self.whole_rounds * self.blocks) * self.splits
         return (
             # Whole tiles of transposes are copied; of columns that no layer has nothing is ever written, or used.
             Buffer("bulk_rows", 2 * (self._batch_bytes(self.widths[0]) + outputs), zeroed=self.precision == "tf32"),
@@ -88,16 +96,10 @@ class BulkPlan:
         )
 
     @property
-    def gradient_tiles(self) -> int:
-        """Of all layers, with those that fill up clusters."""
-        pairs = pairwise(self.widths)
-        return CLUSTER * sum(-(-i // (CLUSTER * TILE_M)) * -(-o // self.gradient_n) for i, o in pairs)
-
-    @property
     def peer_words(self) -> int:
         """That a rank sends to another: the flat gradient or biases, tallies of blocks, tiles as blocks have them."""
-        flat = aligned(self.parameters + TALLY * (1 + self.blocks), 64)
-        return flat + self.gradient_tiles * TILE_M * self.gradient_n
+        tiles = gradient_tiles(list(pairwise(self.widths)), self.gradient_n)
+        return aligned(self.parameters + TALLY * (1 + self.blocks), 64) + tiles * TILE_M * self.gradient_n
 
     def _batch_bytes(self, columns: int) -> int:
         """Of inputs, outputs or errors; in tf32 a transpose."""
@@ -127,11 +129,17 @@ def plan_bulk(task: Task, device: Device) -> BulkPlan | None:
         return None
     block = BLOCK_COLUMNS[task.precision]
     n = min(fitting, key=lambda n: chain_clocks(pairs, rows, n, blocks, block))
-    gradient_n, splits = min(
-        ((n, splits) for n in WIDTHS_OF_TILES for splits in range(1, MAX_SPLITS + 1)),
-        key=lambda choice: gradient_clocks(pairs, rows, choice[0], choice[1], blocks, block),
+    gradient_n, splits, whole_rounds = min(
+        (
+            (n, splits, whole)
+            for n in WIDTHS_OF_TILES
+            for splits in range(1, MAX_SPLITS + 1)
+            for whole in {0, gradient_tiles(pairs, n) // blocks if splits > 1 else 0}
+            if whole <= MAX_WHOLE_ROUNDS
+        ),
+        key=lambda c: gradient_clocks(pairs, rows, c[0], c[1], c[2], blocks, block),
     )
-    room = device.shared_bytes - STATIC_BYTES - STAGING_BYTES[task.precision]
+    room = device.shared_bytes - STATIC_BYTES[task.precision] - NOTES_BYTES - STAGING_BYTES[task.precision]
     stages = min(8, room // (stage_bytes(max(n, gradient_n)) + 16))
     if stages < 3:
         return None
@@ -143,6 +151,7 @@ def plan_bulk(task: Task, device: Device) -> BulkPlan | None:
         blocks,
         n,
         gradient_n,
+        whole_rounds,
         splits,
         stages,
         task.ranks,
@@ -179,10 +188,20 @@ def chain_clocks(pairs: Sequence[tuple[int, int]], rows: int, n: int, blocks: in
     return clocks
 
 
-def gradient_clocks(pairs: Sequence[tuple[int, int]], rows: int, n: int, splits: int, blocks: int, block: int) -> float:
-    """Estimated time of all weight gradients with tiles of `n` columns and the batch in `splits` shares."""
-    tiles = CLUSTER * sum(-(-fan_in // (CLUSTER * TILE_M)) * -(-fan_out // n) for fan_in, fan_out in pairs)
+def gradient_tiles(pairs: Sequence[tuple[int, int]], n: int) -> int:
+    """Tiles of `n` columns that all weight gradients have, with those that fill up clusters."""
+    return CLUSTER * sum(-(-fan_in // (CLUSTER * TILE_M)) * -(-fan_out // n) for fan_in, fan_out in pairs)
+
+
+def gradient_clocks(
+    pairs: Sequence[tuple[int, int]], rows: int, n: int, splits: int, whole_rounds: int, blocks: int, block: int
+) -> float:
+    """Estimated time of all weight gradients: tiles of `n` columns, `whole_rounds` for each block, others in shares."""
     stages = -(-rows // block)
-    share = -(-stages // splits) * stage_clocks(n) + _TILE + (TILE_M * n * 8 / _BYTES if splits > 1 else 0)
-    update = 8.0 * _RESULTS * n / 64 / splits
-    return -(-tiles * splits // blocks) * (share + update)
+
+    def task(splits: int) -> float:
+        products = -(-stages // splits) * stage_clocks(n) + _TILE + (TILE_M * n * 8 / _BYTES if splits > 1 else 0)
+        return products + 8.0 * _RESULTS * n / 64 / splits
+
+    left = gradient_tiles(pairs, n) - whole_rounds * blocks
+    return whole_rounds * task(1) + -(-left * splits // blocks) * task(splits)

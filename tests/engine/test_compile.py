@@ -195,7 +195,7 @@ def test_bulk_plan_and_kernel_agree(
         f"SHARED_BYTES == {plan.special.shared_bytes}", f"BULK_THREADS == {plan.special.threads}",
         f"STAGE_BYTES == {bulk.stage_bytes(max(plan.special.n, plan.special.gradient_n))}",
         f"MAX_BULK_LAYERS == {bulk.MAX_LAYERS}", f"TILE_M == {bulk.TILE_M}",
-        f"sizeof(near_matrices) + sizeof(Hyper) + 16 <= {bulk.STATIC_BYTES}",
+        f"sizeof(near_matrices) + sizeof(Hyper) + 16 <= {bulk.STATIC_BYTES[precision]}",
     ]  # fmt: skip
     compile_probe(monkeypatch, "bulk_store.cuh", claims, macros)
 

@@ -57,7 +57,9 @@ def indexed(found: BulkPlan, precision: str) -> dict[str, int]:
 
     # Clusters take tiles in pairs one above the other: GradientTask, finish_share.
     tiles = sum(2 * across(fan_in, 256) * across(fan_out, gradient_n) for fan_in, fan_out in pairs)
-    last_tile = tiles * found.splits if found.splits > 1 else found.blocks * (2 if found.ranks > 1 else 1)  # LATER
+    whole = found.blocks if found.whole_rounds or found.splits == 1 else 0
+    whole *= 2 if found.ranks > 1 else 1  # LATER
+    shares = (tiles - found.whole_rounds * found.blocks) * found.splits if found.splits > 1 else 0
     return {
         "bulk_rows": 2 * batch(found.widths[0]) + 2 * sum(batch(o) for _, o in pairs),
         "bulk_weights": sum(weight(i, o) for i, o in pairs),
@@ -65,7 +67,7 @@ def indexed(found: BulkPlan, precision: str) -> dict[str, int]:
         "bulk_signs": 4 * sum(row_blocks * across(o, n) * (n // 64) * threads for _, o in pairs),
         "bulk_losses": 8 * row_blocks * across(found.widths[-1], n) * warps,
         "bulk_row_weights": 8 * 2 * (rows // 32),
-        "bulk_partials": last_tile * (gradient_n // 4) * threads * 8,
+        "bulk_partials": (whole + shares) * (gradient_n // 4) * threads * 8,
         "bulk_words": 4 * (8 + 2 * phases * row_blocks + tiles),
     }
 
@@ -100,7 +102,7 @@ def test_ranks_have_places_for_what_they_send(widths: tuple[int, ...], rows: int
 def test_asks_for_no_more_than_there_is(widths: tuple[int, ...], rows: int, precision: str, device: Device) -> None:
     found = plan(widths, rows, device, precision=precision)
     assert found is not None
-    assert found.shared_bytes + STATIC_BYTES <= device.shared_bytes
+    assert found.shared_bytes + STATIC_BYTES[precision] <= device.shared_bytes
     assert found.stages >= 3
     assert found.blocks <= device.multiprocessors
     assert found.blocks % CLUSTER == 0
@@ -181,13 +183,18 @@ def test_is_taken_by_name_where_it_does_not_pay() -> None:
 
 
 def test_few_tiles_share_out_the_batch() -> None:
-    few, many = plan(MID, 16384), plan((4096,) * 3, 8192)
+    few, many = plan(MID, 16384), plan((4096,) * 5, 8192)
     assert few is not None
     assert many is not None
     assert few.splits > 1
-    assert many.splits == 1
+    assert few.whole_rounds == 0
+    assert (many.whole_rounds, many.splits) == (0, 1)  # 2048 tiles on 132 blocks
     pairs = list(pairwise(few.widths))
-    assert gradient_clocks(pairs, 16384, 256, few.splits, 132, 64) < gradient_clocks(pairs, 16384, 256, 1, 132, 64)
+    shared, alone = (gradient_clocks(pairs, 16384, 256, splits, 0, 132, 64) for splits in (few.splits, 1))
+    assert shared < alone
+    some = plan((1024,) * 6, 8192)
+    assert some is not None
+    assert (some.whole_rounds, some.splits) == (1, 4)  # 160 tiles: the last 28 in shares
 
 
 def test_macros_are_what_the_kernel_reads() -> None:
@@ -195,5 +202,6 @@ def test_macros_are_what_the_kernel_reads() -> None:
     assert found is not None
     assert found.macros() == {
         "RAW_TYPE": "RAW_U8", "BULK_N": "256", "BULK_GRADIENT_N": "256", "BULK_STAGES": "4", "BULK_SPLITS": "3",
+        "BULK_WHOLE_ROUNDS": "0",
         "BULK_ROWS": "16128",
     }  # fmt: skip

@@ -18,6 +18,7 @@ struct GridBarrier {
     u64* arrivals;
     u64 target;
 
+    GridBarrier() = default;  // for shared memory
     __device__ __forceinline__ explicit GridBarrier(u64* counter) : arrivals(counter), target(0) {
         if (threadIdx.x == 0) {
             const u64 seen = load_acquire(arrivals);
@@ -39,6 +40,9 @@ struct GridBarrier {
             add_release(arrivals, 1);
         }
     }
+    // By another thread of the block than usual: what `arrivals` will have come to once all blocks are there. The usual thread
+    // calls it, and hands it over.
+    __device__ __forceinline__ u64 next() { return target += gridDim.x; }
     __device__ __forceinline__ void await() {
         if (threadIdx.x == 0)
             while (load_acquire(arrivals) < target) {

@@ -3,47 +3,46 @@
 
 typedef u32 Pair;  // two neighbours of a row
 
-// A warp's way out to memory: 16 rows of a column block, as they will lie there, through one of two places in shared
-// memory. Plain stores and not bulk ones, whose fence would wait for everything that the warp has under way.
+// A warpgroup's way out to memory: 64 rows of a block of columns, as they will lie there, through one of two places in
+// shared memory, 16 rows a warp. A helping thread sends a place by a bulk store once its four warps have told so
+// (send_chain in bulk.cu), while these go on: the fence between has little to wait for as long as a warp stores nothing else
+// meanwhile.
+constexpr bool SENDS = true;
+constexpr u32 PLACE_BYTES = 4 * STAGING_BYTES;
 struct Writer {
-    u32 own, anchor;  // this lane's 16 bytes of what is copied, its row for stmatrix and ldmatrix
-    u32 next;
+    Ring& ring;
+    u32 written;  // barrier of this warpgroup's first place
+    u32 first;    // this warp's part of that place
+    u32 anchor;   // and this lane's row in it, for stmatrix and ldmatrix
 
-    __device__ __forceinline__ explicit Writer(u32 shared) : next(0) {
-        const int lane = threadIdx.x & 31, row = (lane & 7) + (lane >> 3 & 1) * 8;
-        const u32 base = staging_of_warp(shared);
-        own = base + lane * 16;
-        anchor = base + row * 128 + ((lane >> 4 ^ row) & 7) * 16;
+    __device__ __forceinline__ explicit Writer(Ring& ring) : ring(ring) {
+        const int thread = thread_anew(), lane = thread & 31, row = (lane & 7) + (lane >> 3 & 1) * 8, group = thread >> 7;
+        written = ring.written(group, 0);
+        first = ring.base + STAGING_AT + group * 2 * PLACE_BYTES + (thread >> 5 & 3) * STAGING_BYTES;
+        anchor = first + row * 128 + ((lane >> 4 ^ row) & 7) * 16;
+    }
+    __device__ __forceinline__ u32 place() const { return ring.sent & 1; }
+    __device__ __forceinline__ u32 offset() const { return place() * PLACE_BYTES; }
+    // This warp's part of the place that comes next, once it has been read.
+    __device__ __forceinline__ u32 spare() const {
+        barrier_wait(written + 16 + place() * 8, (ring.sent >> 1 & 1) ^ 1);
+        return first + offset();
     }
     // Address for stmatrix and ldmatrix of groups 2 * pair and 2 * pair + 1: their chunks lie by the bits of the row.
-    __device__ __forceinline__ u32 address(int pair) const { return (anchor ^ pair * 32) + next; }
+    __device__ __forceinline__ u32 address(int pair) const { return (anchor ^ pair * 32) + offset(); }
     // packed[2 * j], packed[2 * j + 1]: group j of the two rows.
     __device__ __forceinline__ void write(const Pair (&packed)[PAIRS_OF_BLOCK]) const {
+        spare();
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair)
             store_matrices(
                 address(pair), packed[pair * 4], packed[pair * 4 + 1], packed[pair * 4 + 2], packed[pair * 4 + 3]);
+        fence_async_shared();
+    }
+    __device__ __forceinline__ void release() {
         __syncwarp();
-    }
-    __device__ __forceinline__ void send(u8* to) {
-        uint4 v[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(v[i].x), "=r"(v[i].y), "=r"(v[i].z), "=r"(v[i].w)
-                         : "r"(own + next + i * 512)
-                         : "memory");
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            asm volatile("st.global.cg.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + (threadIdx.x & 31) * 16 + i * 512),
-                         "r"(v[i].x), "r"(v[i].y), "r"(v[i].z), "r"(v[i].w)
-                         : "memory");
-        next ^= STAGING_BYTES;  // read again only after the other place was written, with a barrier of the warp behind
-    }
-    // From row `row0` and block `block` on.
-    __device__ __forceinline__ void put(const Pair (&packed)[PAIRS_OF_BLOCK], const Blocked& to, int row0, int block) {
-        write(packed);
-        send(to.at(row0, block));
+        barrier_arrive(written + place() * 8, (thread_anew() & 31) == 0);
+        ++ring.sent;
     }
 };
 
@@ -54,7 +53,7 @@ struct Largest {
     __device__ __forceinline__ void see(Pair packed) {
         asm("max.u16x2 %0, %0, %1;" : "+r"(pair) : "r"(packed & 0x7fff7fffu));
     }
-    __device__ __forceinline__ void tell(u32* where) const { warp_largest(where, max(pair << 16, pair & 0xffff0000u)); }
+    __device__ __forceinline__ u32 bits() const { return max(pair << 16, pair & 0xffff0000u); }
 };
 
 // Two outputs of ReLU.
@@ -78,15 +77,15 @@ __device__ __forceinline__ Pair keep_positive(Pair packed, u32 signs, int i) {
     return packed & mask;
 }
 
-// Sums over the 16 rows of a warp of the columns that lie in `staging`: this lane gets columns 2 * lane and 2 * lane + 1.
+// Sums over the 16 rows of a warp of the columns that lie at `address`: this lane gets columns 2 * lane and 2 * lane + 1.
 // Products with a matrix that is one in row g alone and else zero add up group g there.
-__device__ __forceinline__ float2 sum_rows(const Writer& writer) {
-    const int own = (threadIdx.x & 31) >> 2;
+__device__ __forceinline__ float2 sum_rows(u32 address) {
+    const int own = (thread_anew() & 31) >> 2;
     float sums[2][4] = {};
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
         u32 b[4];
-        load_matrices_transposed(writer.address(pair), b);
+        load_matrices_transposed(address ^ pair * 32, b);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const u32 one = own == pair * 2 + half ? 0x3f803f80u : 0u;
@@ -97,13 +96,29 @@ __device__ __forceinline__ float2 sum_rows(const Writer& writer) {
     return make_float2(sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]);
 }
 
+// Where the sums of the columns of a tile's errors over the warp's rows go.
+struct ColumnSums {
+    float* to;
+
+    __device__ __forceinline__ explicit ColumnSums(float* sums) : to(sums + (thread_anew() & 31) * 2) {}
+};
+
+// A block of outputs on its way; behind the last one, when all lies in shared memory, `beside` stores what is read together
+// with the tile.
+template <class F>
+__device__ __forceinline__ void put_outputs(
+    Writer& writer, const Pair (&packed)[PAIRS_OF_BLOCK], const Blocked&, int, int, bool last, const F& beside) {
+    writer.write(packed);
+    if (last) beside();
+    writer.release();
+}
 // A block of errors, and the sums of its columns over the warp's rows.
 __device__ __forceinline__ void put_errors(
-    Writer& writer, const Pair (&packed)[PAIRS_OF_BLOCK], const Blocked& to, int row0, int block, float* sums) {
+    Writer& writer, const Pair (&packed)[PAIRS_OF_BLOCK], const Blocked&, int, int, const ColumnSums& sums, int number) {
     writer.write(packed);
-    const float2 own = sum_rows(writer);
-    *(float2*)(sums + (threadIdx.x & 31) * 2) = own;
-    writer.send(to.at(row0, block));
+    const u32 address = writer.address(0);
+    writer.release();
+    __stcg((float2*)(sums.to + number * COLUMNS), sum_rows(address));  // this warp alone writes there again
 }
 
 // Slopes of a block of hidden outputs, where they are not told by signs: from the outputs, or from where the errors
@@ -119,10 +134,10 @@ struct StoredSlopes {
         for (int i = 0; i < 4; ++i) chunks[i] = __ldcg(from + i * 32);
     }
     __device__ __forceinline__ void take(const Writer& writer) {
+        const u32 to = writer.spare() + (threadIdx.x & 31) * 16;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(
-                             writer.own + writer.next + i * 512),
+            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + i * 512),
                          "r"(chunks[i].x), "r"(chunks[i].y), "r"(chunks[i].z), "r"(chunks[i].w)
                          : "memory");
         __syncwarp();

@@ -28,6 +28,20 @@ constexpr bool TRANSPOSED = PRODUCT == TF32;
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
+// The thread's number, read anew: what is worked out from it is not kept in registers from tile to tile, of which there are too
+// few, but worked out again.
+__device__ __forceinline__ u32 thread_anew() {
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
+__device__ __forceinline__ u32 block_anew() {
+    u32 block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    return block;
+}
+
 __device__ __forceinline__ void barrier_init(u32 barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -74,6 +88,19 @@ __device__ __forceinline__ void bulk_load_both(u32 shared, const void* global, u
         "l"(global), "r"(bytes), "r"(barrier), "h"((u16)3)
         : "memory");
 }
+// From shared memory, as a group of its own; until at most LEFT groups have not been read yet; until all are in global memory.
+__device__ __forceinline__ void bulk_store(void* global, u32 shared, u32 bytes) {
+    asm volatile(
+        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+        "cp.async.bulk.commit_group;" ::"l"(global),
+        "r"(shared), "r"(bytes)
+        : "memory");
+}
+template <int LEFT>
+__device__ __forceinline__ void await_reads() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+}
+__device__ __forceinline__ void await_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 __device__ __forceinline__ u32 rank_in_cluster() {
     u32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -93,6 +120,7 @@ __device__ __forceinline__ void cluster_sync() {
 }
 // Between plain accesses and the asynchronous ones of copies and products.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ u32 load_acquire(const u32* where) {
     u32 value;
@@ -120,6 +148,9 @@ __device__ __forceinline__ u32 load_acquire_shared(u32 where) {
 // 16 bytes to shared memory, behind the thread's back, and until all that it asked for are there.
 __device__ __forceinline__ void copy_chunk(u32 shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+__device__ __forceinline__ void copy_chunk_or_zeros(u32 shared, const void* global, bool copy) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(copy ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void await_chunks() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ __forceinline__ u32 load_shared(u32 where) {

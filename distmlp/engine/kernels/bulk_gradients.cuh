@@ -3,39 +3,46 @@
 #include "bulk_layers.cuh"
 #include "joined.cuh"
 
-// Of a layer, in units of a share of two tiles, one above the other, for a cluster.
-__device__ __forceinline__ int gradient_tasks(const Layer& layer) {
-    return (layer.fan_in + 2 * TILE_M - 1) / (2 * TILE_M) *
-           ((layer.fan_out + BULK_GRADIENT_N - 1) / BULK_GRADIENT_N) * BULK_SPLITS;
+// Of a layer: two tiles, one above the other, for a cluster.
+__device__ __forceinline__ int gradient_pairs(const Layer& layer) {
+    return (layer.fan_in + 2 * TILE_M - 1) / (2 * TILE_M) * ((layer.fan_out + BULK_GRADIENT_N - 1) / BULK_GRADIENT_N);
 }
+// Of all layers those that are a task as a whole: as many rounds of all clusters as the plan says. Of the others a task is a share
+// of the batch.
+__device__ __forceinline__ int whole_pairs() { return BULK_WHOLE_ROUNDS * (gridDim.x / 2); }
 __device__ __forceinline__ int gradient_tasks() {
-    int tasks = 0;
-    for (int l = 0; l < ENGINE.layers; ++l) tasks += gradient_tasks(LAYER(l));
-    return tasks;
+    int pairs = 0;
+    for (int l = 0; l < ENGINE.layers; ++l) pairs += gradient_pairs(LAYER(l));
+    return whole_pairs() + (pairs - whole_pairs()) * BULK_SPLITS;
 }
 
 // With other ranks what they have of a tile is taken behind the products of the next one, so that it has time to come.
 constexpr int LATER = SEVERAL_RANKS;
 
-// A share of the batch for a tile of a layer's weight gradient.
+// Task number i of this block's cluster.
+__device__ __forceinline__ int gradient_task(int i) { return block_anew() / 2 + i * (gridDim.x / 2); }
+
+// A tile of a layer's weight gradient, or a share of the batch for it.
 struct GradientTask {
     int l, m0, n0, tile, split;  // `tile` counts through all layers
-    int turn;                    // of the block's places for tiles that are not shared out
+    bool whole;                  // the tile is not shared out
+    int turn;                    // of the block's places for whole tiles
     int first, steps;            // of COLUMNS rows
 
     __device__ __forceinline__ GradientTask(int number, int rank, int rows) {
-        int own = number;
-        for (l = 0; own >= gradient_tasks(LAYER(l)); ++l) own -= gradient_tasks(LAYER(l));
-        own /= BULK_SPLITS;
-        tile = number / BULK_SPLITS * 2 + rank;
-        split = number % BULK_SPLITS;
+        const int behind = number - whole_pairs();
+        whole = BULK_SPLITS == 1 || behind < 0;
         turn = LATER * (number / (gridDim.x / 2) & 1);
+        split = whole ? 0 : behind % BULK_SPLITS;
+        int own = whole ? number : whole_pairs() + behind / BULK_SPLITS;
+        tile = own * 2 + rank;
+        for (l = 0; own >= gradient_pairs(LAYER(l)); ++l) own -= gradient_pairs(LAYER(l));
         const int across = (LAYER(l).fan_out + BULK_GRADIENT_N - 1) / BULK_GRADIENT_N;
         m0 = (own / across * 2 + rank) * TILE_M;
         n0 = own % across * BULK_GRADIENT_N;
         const int all = blocks_over(rows);
-        first = (int)((i64)all * split / BULK_SPLITS);
-        steps = (int)((i64)all * (split + 1) / BULK_SPLITS) - first;
+        first = whole ? 0 : (int)((i64)all * split / BULK_SPLITS);
+        steps = (whole ? all : (int)((i64)all * (split + 1) / BULK_SPLITS)) - first;
     }
 };
 
@@ -79,18 +86,20 @@ struct Sums {
     u32 target;
 
     __device__ __forceinline__ float2* of(const GradientTask& task) const {
-        return places + (i64)(BULK_SPLITS > 1 ? task.tile * BULK_SPLITS : (1 + LATER) * blockIdx.x + task.turn) * SHARE;
+        if (task.whole) return places + (i64)((1 + LATER) * block_anew() + task.turn) * SHARE;
+        const int first = BULK_WHOLE_ROUNDS ? (1 + LATER) * gridDim.x : 0;  // behind those of whole tiles
+        return places + (i64)(first + (task.tile - 2 * whole_pairs()) * BULK_SPLITS) * SHARE;
     }
     __device__ __forceinline__ void put(const float (&c)[WIDEST / 2], const GradientTask& task) const {
-        float2* to = of(task) + task.split * SHARE + threadIdx.x;
+        float2* to = of(task) + task.split * SHARE + thread_anew();
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) __stcg(to + p * CONSUMERS, make_float2(c[2 * p], c[2 * p + 1]));
     }
     // Until all shares of the tile are there.
     __device__ __forceinline__ void await(const GradientTask& task) const {
         sync_consumers();
-        if (BULK_SPLITS == 1) return;
-        if (threadIdx.x == 0) {
+        if (task.whole) return;
+        if (thread_anew() == 0) {
             add_release(arrived + task.tile, 1);
             while ((int)(load_acquire(arrived + task.tile) - target) < 0) {  // they wrap
             }
@@ -100,15 +109,16 @@ struct Sums {
     // Place in a share of this lane's four columns of a stripe in row `half`. Fragments hold pairs: those of two lanes are
     // four neighbours, and of 16 columns there are two groups.
     static __device__ __forceinline__ int quad(int stripe, int half) {
-        const int lane = threadIdx.x & 31, pair = stripe * 4 + (lane >> 1 & 1) * 2 + half;
-        return pair * CONSUMERS + (threadIdx.x & ~31) + (lane & ~3) + (lane & 1) * 2;
+        const int lane = thread_anew() & 31, pair = stripe * 4 + (lane >> 1 & 1) * 2 + half;
+        return pair * CONSUMERS + (thread_anew() & ~31) + (lane & ~3) + (lane & 1) * 2;
     }
     // These, over all shares in their order.
+    template <int SPLITS>
     __device__ __forceinline__ float4 add_up(const float2* tile, int stripe, int half) const {
         const float2* from = tile + quad(stripe, half);
         float4 sum = __ldcg((const float4*)from);
 #pragma unroll
-        for (int split = 1; split < BULK_SPLITS; ++split) add_to(sum, __ldcg((const float4*)(from + split * SHARE)));
+        for (int split = 1; split < SPLITS; ++split) add_to(sum, __ldcg((const float4*)(from + split * SHARE)));
         return sum;
     }
 };
@@ -122,30 +132,30 @@ __device__ __forceinline__ i64 sent_place(const GradientTask& task) {
 __device__ __forceinline__ void send_products(
     const float (&c)[WIDEST / 2], const GradientTask& task, const TileExchange& ranks) {
     const Layer& layer = LAYER(task.l);
-    const int row = task.m0 + (threadIdx.x >> 5) * 16 + (threadIdx.x >> 2 & 7), column = task.n0 + 2 * (threadIdx.x & 2);
-    const i64 sent = sent_place(task) + 2 * threadIdx.x;
+    const int row = task.m0 + (thread_anew() >> 5) * 16 + (thread_anew() >> 2 & 7), column = task.n0 + 2 * (thread_anew() & 2);
+    const i64 sent = sent_place(task) + 2 * thread_anew();
 #pragma unroll
     for (int p = 0; p < Sums::PAIRS; ++p)
         if (has_weights(layer, row + (p & 1) * 8, column + (p >> 1) * 8))
             ranks.send(sent + 2 * p * CONSUMERS, make_float2(c[2 * p], c[2 * p + 1]));
 }
-template <class F>
+template <int SPLITS, class F>
 __device__ __forceinline__ void for_each_own_quad(const GradientTask& task, const Sums& sums, const F& f) {
     const Layer& layer = LAYER(task.l);
     const float2* tile = sums.of(task);
-    const int begin = Sums::STRIPES * task.split / BULK_SPLITS, end = Sums::STRIPES * (task.split + 1) / BULK_SPLITS;
-    const int row = task.m0 + (threadIdx.x >> 5) * 16 + (threadIdx.x >> 2 & 7), column = task.n0 + (threadIdx.x & 3) * 4;
+    const int begin = Sums::STRIPES * task.split / SPLITS, end = Sums::STRIPES * (task.split + 1) / SPLITS;
+    const int row = task.m0 + (thread_anew() >> 5) * 16 + (thread_anew() >> 2 & 7), column = task.n0 + (thread_anew() & 3) * 4;
 #pragma unroll 1
     for (int stripe = begin; stripe < end; ++stripe)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             if (has_weights(layer, row + half * 8, column + stripe * 16))
-                f(sent_place(task) + 2 * Sums::quad(stripe, half), sums.add_up(tile, stripe, half));
+                f(sent_place(task) + 2 * Sums::quad(stripe, half), sums.add_up<SPLITS>(tile, stripe, half));
 }
 
 // The stripes of a tile that are this block's, two at a time: four quads a lane. WHOLE: the tile lies in the layer, the update
 // is made at once, and nothing is asked about a single quad.
-template <bool WHOLE>
+template <bool WHOLE, int SPLITS>
 __device__ __forceinline__ void finish_stripes(
     const GradientTask& task, bool direct, const Hyper& shared, const Sums& sums) {
     TileExchange ranks(SEVERAL_RANKS ? agreed_exchange() : 0);
@@ -153,15 +163,15 @@ __device__ __forceinline__ void finish_stripes(
     const Layer& layer = LAYER(task.l);
     const Matrices& m = near_matrices[task.l];
     const float2* tile = sums.of(task);
-    const int begin = Sums::STRIPES * task.split / BULK_SPLITS, end = Sums::STRIPES * (task.split + 1) / BULK_SPLITS;
-    if (Sums::STRIPES < BULK_SPLITS && begin == end) {
+    const int begin = Sums::STRIPES * task.split / SPLITS, end = Sums::STRIPES * (task.split + 1) / SPLITS;
+    if (Sums::STRIPES < SPLITS && begin == end) {
         if (!LATER) sums.await(task);
         return;
     }
     const i64 sent = SEVERAL_RANKS ? sent_place(task) : 0;
     if (PEER_FORM == SCATTER && direct)
-        for_each_own_quad(task, sums, [&](i64 at, const float4& v) { ranks.pass_on(at, v); });
-    const int row = task.m0 + (threadIdx.x >> 5) * 16 + (threadIdx.x >> 2 & 7), column = task.n0 + (threadIdx.x & 3) * 4;
+        for_each_own_quad<SPLITS>(task, sums, [&](i64 at, const float4& v) { ranks.pass_on(at, v); });
+    const int row = task.m0 + (thread_anew() >> 5) * 16 + (thread_anew() >> 2 & 7), column = task.n0 + (thread_anew() & 3) * 4;
     if (WHOLE) {
         Parameters next[4];
         float4 next_sum[4];
@@ -178,11 +188,11 @@ __device__ __forceinline__ void finish_stripes(
         };
         const auto add_up = [&](int stripe) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) next_sum[i] = sums.add_up(tile, min(stripe + i / 2, end - 1), i % 2);
+            for (int i = 0; i < 4; ++i) next_sum[i] = sums.add_up<SPLITS>(tile, min(stripe + i / 2, end - 1), i % 2);
         };
         load(begin);
         if (!LATER) sums.await(task);
-        constexpr bool AHEAD = BULK_SPLITS == 1;  // else there are not enough registers
+        constexpr bool AHEAD = SPLITS == 1;  // else there are not enough registers
         if (AHEAD) add_up(begin);
 #pragma unroll 1
         for (int stripe = begin; stripe < end; stripe += 2) {
@@ -216,7 +226,7 @@ __device__ __forceinline__ void finish_stripes(
                 quad.c = column + stripe * 16;
                 quad.load(layer, direct);
                 quad.finish(
-                    layer, m, h, direct, sums.add_up(tile, stripe, half), ranks, sent + 2 * Sums::quad(stripe, half));
+                    layer, m, h, direct, sums.add_up<SPLITS>(tile, stripe, half), ranks, sent + 2 * Sums::quad(stripe, half));
             }
     }
 }
@@ -227,41 +237,71 @@ __device__ __forceinline__ void hand_out_share(
     sums.put(c, task);
     if (!LATER) return;
     TileExchange ranks(agreed_exchange());
-    if (direct && BULK_SPLITS == 1) send_products(c, task, ranks);
+    if (direct && task.whole) send_products(c, task, ranks);
     sums.await(task);
-    if (direct && BULK_SPLITS > 1)
-        for_each_own_quad(task, sums, [&](i64 at, const float4& v) { ranks.send(at, v); });
+    if (direct && !task.whole)
+        for_each_own_quad<BULK_SPLITS>(task, sums, [&](i64 at, const float4& v) { ranks.send(at, v); });
 }
 __device__ __forceinline__ void finish_share(const GradientTask& task, bool direct, const Hyper& h, const Sums& sums) {
     const Layer& layer = LAYER(task.l);
-    if (direct && layer.fan_out % 4 == 0 && !ENGINE.ema && task.m0 + TILE_M <= layer.fan_in && task.n0 + BULK_GRADIENT_N <= layer.fan_out)
-        finish_stripes<true>(task, direct, h, sums);
-    else finish_stripes<false>(task, direct, h, sums);
-    if (BULK_SPLITS == 1) sync_consumers();  // the next tile's sums go to the same place
+    const bool inside = direct && layer.fan_out % 4 == 0 && !ENGINE.ema && task.m0 + TILE_M <= layer.fan_in &&
+                        task.n0 + BULK_GRADIENT_N <= layer.fan_out;
+    if ((BULK_WHOLE_ROUNDS || BULK_SPLITS == 1) && task.whole) {
+        if (inside) finish_stripes<true, 1>(task, direct, h, sums);
+        else finish_stripes<false, 1>(task, direct, h, sums);
+        sync_consumers();  // the next tile's sums go to the same place
+    } else {
+        if (inside) finish_stripes<true, BULK_SPLITS>(task, direct, h, sums);
+        else finish_stripes<false, BULK_SPLITS>(task, direct, h, sums);
+    }
 }
 
-// Gradients of the biases, 32 columns at a time: three helping warps of a block take a third of the rows' sums each.
-// `thirds`: 96 numbers of shared memory.
-__device__ __forceinline__ void bias_gradients(int part, int parts_of_rows, bool direct, const Hyper& h, float* thirds) {
-    const int lane = threadIdx.x & 31, first = parts_of_rows * part / 3, end = parts_of_rows * (part + 1) / 3;
+// Gradients of the biases, 32 columns at a time: each warp that multiplies adds up an eighth of the rows' sums, behind the products.
+// While stages come in, loads wait behind them for up to ten thousand clocks. Blocks that have a task less than others do it, if
+// they can while those are at their last. `parts`: a number a thread, of shared memory.
+__device__ __forceinline__ void bias_gradients(
+    int parts_of_rows, bool direct, const Hyper& h, float* parts) {
+    constexpr int UNDER_WAY = 16;  // loads of a lane, each of four columns
+    const int warp = thread_anew() >> 5, lane = thread_anew() & 31, last = gradient_tasks() % (gridDim.x / 2) * 2;
+    const int begin = parts_of_rows * warp / CONSUMER_WARPS, end = parts_of_rows * (warp + 1) / CONSUMER_WARPS;
+    int all = 0;
+    for (int l = 0; l < ENGINE.layers; ++l) all += (LAYER(l).fan_out + 31) / 32;
+    const int first = last && all <= 8 * (int)(gridDim.x - last) ? last : 0, blocks = gridDim.x - first;
+    int next = (int)block_anew() - first;  // of all layers' tasks
+    if (next < 0) return;
     for (int l = 0, before = 0; l < ENGINE.layers; ++l) {
         const Layer& layer = LAYER(l);
-        const int tasks = (layer.fan_out + 31) / 32, blocks = gridDim.x;
+        const int tasks = (layer.fan_out + 31) / 32;
         const i64 ld = padded_columns(layer);
-        for (int task = (blockIdx.x + blocks - before % blocks) % blocks; task < tasks; task += blocks) {
-            const int c = task * 32 + lane;
-            float sum = 0.f;
-#pragma unroll 8
-            for (int i = first; i < end; ++i) sum += __ldcg(near_matrices[l].sums + i * ld + c);
-            thirds[part * 32 + lane] = sum;
-            asm volatile("bar.sync 2, 96;" ::: "memory");
-            if (part == 0 && c < layer.fan_out) {
-                sum = thirds[lane] + thirds[32 + lane] + thirds[64 + lane];
+        for (; next < before + tasks; next += blocks) {
+            const int column = (next - before) * 32;
+            const float* from = near_matrices[l].sums + column + (lane & 7) * 4;
+            float4 four = zeros();
+#pragma unroll 1
+            for (int i = begin + (lane >> 3); i < end; i += 4 * UNDER_WAY) {
+                float4 v[UNDER_WAY];
+#pragma unroll
+                for (int k = 0; k < UNDER_WAY; ++k) v[k] = __ldcg((const float4*)(from + min(i + k * 4, end - 1) * ld));
+#pragma unroll
+                for (int k = 0; k < UNDER_WAY; ++k)
+                    if (i + k * 4 < end) add_to(four, v[k]);
+            }
+            const auto over_rows = [](float x) {  // that four lanes have summed
+                x += __shfl_xor_sync(~0u, x, 8);
+                return x + __shfl_xor_sync(~0u, x, 16);
+            };
+            four = make_float4(over_rows(four.x), over_rows(four.y), over_rows(four.z), over_rows(four.w));
+            if (lane < 8) *(float4*)(parts + warp * 32 + lane * 4) = four;
+            sync_consumers();
+            const int c = column + lane;
+            if (warp == 0 && c < layer.fan_out) {
+                float sum = 0.f;
+                for (int part = 0; part < CONSUMER_WARPS; ++part) sum += parts[part * 32 + lane];
                 if (SEVERAL_RANKS && direct) sum = Exchange(agreed_exchange()).sum(layer.bias_offset + c, sum);
                 if (direct) update_parameter(h, layer.bias_offset + c, sum);
                 else ENGINE.gradient[layer.bias_offset + c] = sum;
             }
-            asm volatile("bar.sync 2, 96;" ::: "memory");
+            sync_consumers();
         }
         before += tasks;
     }

@@ -17,7 +17,12 @@ constexpr int WIDEST = larger(BULK_N, BULK_GRADIENT_N);
 constexpr int STAGE_BYTES = (TILE_M + WIDEST) * 128;
 constexpr int STAGING_BYTES = PRODUCT == TF32 ? 1024 : 2048;  // half of what a warp has; in bfloat16 16 rows of a block
 constexpr int STAGING_AT = STAGES * STAGE_BYTES, BARRIERS_AT = STAGING_AT + CONSUMER_WARPS * 2 * STAGING_BYTES;
-constexpr int SHARED_BYTES = BARRIERS_AT + 2 * STAGES * 8;
+constexpr int SENDING_AT = BARRIERS_AT + 2 * STAGES * 8;  // barriers of places on the way out, see `Writer` of bulk_bf16.cuh
+constexpr int TILES_AT = SENDING_AT + 2 * 4 * 8, NOTED_TILES = 16;  // see `Tile`
+constexpr int RINGS_AT = TILES_AT + NOTED_TILES * 8;  // see keep_ring
+constexpr int SHARED_BYTES = RINGS_AT + CONSUMER_WARPS * 8;
+extern __shared__ __align__(1024) u8 dynamic_shared[];
+static_assert(STAGES + 2 < NOTED_TILES, "a tile has a stage at least");
 
 // What a warp that multiplies has of shared memory beside the stages: for its results, and before them for what they need.
 __device__ __forceinline__ u32 staging_of_warp(u32 base) {
@@ -29,10 +34,20 @@ struct Ring {
     u32 base, rank;
     int slot;
     u32 parity;
+    u32 sent;  // blocks of columns of results, so far
 
     __device__ __forceinline__ u32 stage() const { return base + slot * STAGE_BYTES; }
     __device__ __forceinline__ u32 full(int s) const { return base + BARRIERS_AT + s * 8; }
     __device__ __forceinline__ u32 empty(int s) const { return base + BARRIERS_AT + (STAGES + s) * 8; }
+    // A warp has no use for the stage that comes next, once it is there.
+    __device__ __forceinline__ void let_go() {
+        barrier_wait(full(slot), parity);
+        barrier_arrive(address_at(empty(slot), threadIdx.x & 1), (threadIdx.x & 31) < 2);
+        advance();
+    }
+    // A warpgroup's place on its way out has been written; has been read.
+    __device__ __forceinline__ u32 written(int group, int place) const { return base + SENDING_AT + group * 32 + place * 8; }
+    __device__ __forceinline__ u32 gone(int group, int place) const { return written(group, place) + 16; }
     __device__ __forceinline__ void advance() {
         const bool wrap = slot + 1 == STAGES;
         slot = wrap ? 0 : slot + 1;
@@ -40,17 +55,46 @@ struct Ring {
     }
 };
 
+// The warps that multiply put their place in the ring down in shared memory until they multiply again: what they do in between needs
+// all registers.
+__device__ __forceinline__ u32 place_of_ring() { return shared_address(dynamic_shared) + RINGS_AT + (thread_anew() >> 5) * 8; }
+__device__ __forceinline__ void keep_ring(const Ring& ring) {
+    __syncwarp();
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(place_of_ring()), "r"(ring.slot | ring.parity << 8), "r"(ring.sent) : "memory");
+    __syncwarp();
+}
+__device__ __forceinline__ Ring recall_ring() {
+    const u32 at = place_of_ring(), place = load_shared(at);
+    return {shared_address(dynamic_shared), rank_in_cluster(), (int)(place & 255), place >> 8, load_shared(at + 4)};
+}
+
 __device__ __forceinline__ void open_ring(const Ring& ring) {
+    if (threadIdx.x < CONSUMERS) keep_ring(ring);
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(ring.full(s), 1);
             barrier_init(ring.empty(s), 2 * CONSUMER_WARPS);
         }
+        for (int i = 0; i < 8; ++i) barrier_init(ring.base + SENDING_AT + i * 8, i % 4 < 2 ? CONSUMER_WARPS / 2 : 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         fence_async();
     }
     cluster_sync();
 }
+
+// A tile of the chain, as the copying thread has noted it down before it fills the tile's first stage. The warps that multiply have
+// no registers left to find out themselves, or to keep it: they read what they need when they need it.
+struct Tile {
+    u32 at;  // in shared memory
+
+    __device__ __forceinline__ Tile(const Ring& ring, int left) : at(ring.base + TILES_AT + (left & NOTED_TILES - 1) * 8) {}
+    __device__ __forceinline__ void note(int phase, int row_block, int n) const {
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at), "r"(phase | n << 8), "r"(row_block) : "memory");
+    }
+    __device__ __forceinline__ int phase() const { return load_shared(at) & 255; }
+    __device__ __forceinline__ int n0() const { return (load_shared(at) >> 8) * BULK_N; }
+    __device__ __forceinline__ int m0() const { return load_shared(at + 4) * TILE_M; }
+};
 
 // Where an operand's stages come from: COUNT pieces of `bytes` each, `jump` apart up to the last that exists, every
 // stage `step` further on.
@@ -128,8 +172,7 @@ struct FirstOperand {
     u32 place;  // of this lane's first element in a stage
 
     __device__ __forceinline__ FirstOperand() {
-        int thread;
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // anew for every tile, so that nothing is kept meanwhile
+        const int thread = thread_anew();
         const int warp = thread >> 5, lane = thread & 31, column = warp % 2 * 16 + (lane >> 2);
         const int depth = (lane & 3) + (lane & 1) * 4;
         place = warp / 2 * PIECE + depth * 128 + ((column / CHUNK_COLUMNS ^ depth) & 7) * 16 + column % CHUNK_COLUMNS * 4;
@@ -170,6 +213,7 @@ __device__ __forceinline__ void multiply_columns(float (&c)[WIDEST / 2], Ring& r
     await_tile(ring, before);
     first.load(ring.stage(), upper);
     int step = 0, previous = 0;
+#pragma unroll 1
     do {
         start(upper, 0);
         tell_stores(before.counter, before.due && lane == 0 && step == 0);
@@ -194,10 +238,11 @@ __device__ __forceinline__ void multiply_columns(float (&c)[WIDEST / 2], Ring& r
 template <int N, bool A_ROWS, bool B_ROWS>
 __device__ __forceinline__ void multiply(float (&c)[WIDEST / 2], Ring& ring, int steps, Announcement& before) {
     if constexpr (TRANSPOSED && !A_ROWS) return multiply_columns<N>(c, ring, steps, before);
-    const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), lane = threadIdx.x & 31;
+    const int group = __shfl_sync(~0u, thread_anew() >> 7, 0), lane = thread_anew() & 31;
     const u32 empty = address_at(ring.empty(0), lane & 1);  // lanes 0 and 1 tell both blocks
     await_tile(ring, before);
     int step = 0, previous = 0;
+#pragma unroll 1
     do {
         barrier_wait(ring.full(ring.slot), ring.parity);
         const u64 a = describe<A_ROWS>(ring.stage() + group * 64 * 128);
@@ -215,6 +260,8 @@ __device__ __forceinline__ void multiply(float (&c)[WIDEST / 2], Ring& ring, int
         ring.advance();
     } while (++step < steps);
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(c[i])::"memory");
     barrier_arrive(empty + previous * 8, lane < 2);
     before.due = false;
 }

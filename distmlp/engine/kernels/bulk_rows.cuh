@@ -49,17 +49,65 @@ __device__ __forceinline__ void load_any(const void* raw, i64 row, int column, i
 #undef RAW_CASE
 }
 
+// What is read once; the little cache beside the stages is left to others.
+__device__ __forceinline__ float4 load_once(const float4* from) {
+    float4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(from));
+    return v;
+}
+
+// The same for rows that are float32, of whole chunks and not standardized. A warp has the loads of four rows under way
+// together.
+__device__ __forceinline__ void gather_plain(
+    const Raw& raw, i64 first, int rows, const Blocked& to, u32* largest, int warp, int warps) {
+    constexpr int AT_ONCE = 4;
+    const int features = LAYER(0).fan_in, lane = threadIdx.x & 31;
+    const int padded = (rows + 2 * TILE_M - 1) / (2 * TILE_M) * (2 * TILE_M);
+    const auto row_of = [&](int r) { return r + lane % AT_ONCE < rows ? (u32)raw_row(raw, first + r + lane % AT_ONCE) : 0; };
+    u32 seen = 0, next = row_of(warp * AT_ONCE);
+#pragma unroll 1
+    for (int r = warp * AT_ONCE; r < padded; r += warps * AT_ONCE) {
+        const u32 row = next;
+        next = row_of(r + warps * AT_ONCE);
+#pragma unroll 1
+        for (int chunk = lane; chunk - lane < blocks_over(features) * 8; chunk += 32) {
+            float4 v[AT_ONCE][2];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const float4* from = (const float4*)((const float*)raw.inputs + (i64)__shfl_sync(~0u, row, i) * features) + chunk * 2;
+                const bool exists = r + i < rows && chunk * 8 < features;
+                v[i][0] = v[i][1] = zeros();
+                if (exists) v[i][0] = load_once(from);
+                if (exists) v[i][1] = load_once(from + 1);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                seen = max(seen, max(magnitude_bits(v[i][0]), magnitude_bits(v[i][1])));
+                uint4 packed;
+                store_quad((Element*)&packed.x, v[i][0]);
+                store_quad((Element*)&packed.z, v[i][1]);
+                if (chunk < blocks_over(features) * 8) *(uint4*)to.place(r + i, chunk * 8) = packed;
+            }
+        }
+    }
+    warp_largest(largest, seen);
+}
+
 // `rows` rows from position `first` on, and zeros to the end of their last pair of tiles, by `warps` warps of the grid.
 // `largest` collects the magnitude. A warp takes whole rows, or for a transpose eight at a time, a sector of that.
 __device__ __forceinline__ void gather_blocked(
     const Raw& raw, i64 first, int rows, const Blocked& to, u32* largest, int warp, int warps) {
+    if (!TRANSPOSED && RAW_TYPE == RAW_F32 && LAYER(0).fan_in % CHUNK_COLUMNS == 0 && !ENGINE.input_mean_high)
+        return gather_plain(raw, first, rows, to, largest, warp, warps);
     constexpr int AT_ONCE = TRANSPOSED ? 8 : 1, LANES_OF_ROW = 32 / AT_ONCE;
     const int features = LAYER(0).fan_in, lane = threadIdx.x & 31;
     const int padded = (rows + 2 * TILE_M - 1) / (2 * TILE_M) * (2 * TILE_M);
     u32 seen = 0;
     for (int r = warp * AT_ONCE + lane / LANES_OF_ROW; r < padded; r += warps * AT_ONCE) {
         const i64 row = r < rows ? raw_row(raw, first + r) : 0;
-#pragma unroll 2
+#pragma unroll 1
         for (int chunk = lane % LANES_OF_ROW; chunk < blocks_over(features) * 8; chunk += LANES_OF_ROW) {
             float v[CHUNK_COLUMNS] = {};
             if (r < rows) load_any(raw.inputs, row, chunk * CHUNK_COLUMNS, features, v);

@@ -86,7 +86,7 @@ struct Fragment {
     bool inside[2];  // the rows exist
 
     __device__ __forceinline__ Fragment(int m0, int rows)
-        : warp(threadIdx.x >> 5), lane(threadIdx.x & 31), row(m0 + warp * 16 + (lane >> 2)),
+        : warp(thread_anew() >> 5), lane(thread_anew() & 31), row(m0 + warp * 16 + (lane >> 2)),
           inside{row < rows, row + 8 < rows} {}
     __device__ __forceinline__ int column(int j) const { return j * 8 + (lane & 3) * 2; }  // of group j
     __device__ __forceinline__ u32 mask(int half) const { return inside[half] ? ~0u : 0u; }

@@ -23,14 +23,18 @@ __device__ __forceinline__ Pair pack_relu(float low, float high) {
     return {round(low), round(high)};
 }
 
+constexpr bool SENDS = false;
+constexpr u32 PLACE_BYTES = 0;
 // A warp's way out to memory: 16 rows of a block of columns.
 struct Writer {
+    u32 staging;
     u32 own;  // place of this lane's first element among the 32 rows that are a block of the transpose
 
-    __device__ __forceinline__ explicit Writer(u32) {
+    __device__ __forceinline__ explicit Writer(Ring& ring) : staging(staging_of_warp(ring.base)) {
         const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5 & 1) * 16 + (lane >> 2), column = (lane & 3) * 2;
         own = column * 128 + ((row / CHUNK_COLUMNS ^ column) & 7) * 16 + row % CHUNK_COLUMNS * 4;
     }
+    __device__ __forceinline__ u32 spare() const { return staging; }
     // Of element `e` of pair i of what lies at `block`. Pairs 2 * j and 2 * j + 1 are group j of the two rows.
     __device__ __forceinline__ u32* place(u8* block, int i, int e) const {
         return (u32*)(block + (own ^ (i % 2 * 32 + e * 16)) + (i / 2 * 1024 + e * 128));
@@ -54,7 +58,7 @@ struct Largest {
         low = larger_or_nan(low, fabsf(low_of(packed)));
         high = larger_or_nan(high, fabsf(high_of(packed)));
     }
-    __device__ __forceinline__ void tell(u32* where) const { warp_largest(where, magnitude_bits(larger_or_nan(low, high))); }
+    __device__ __forceinline__ u32 bits() const { return magnitude_bits(larger_or_nan(low, high)); }
 };
 
 // Bits that say which outputs of two blocks are positive: those of pair i of 16 are i and 16 + i.
@@ -88,12 +92,28 @@ __device__ __forceinline__ float sum_rows(const Pair (&packed)[PAIRS_OF_BLOCK]) 
     return sums[0];
 }
 
+// Where the sums of the columns of a tile's errors over the warp's rows go.
+struct ColumnSums {
+    float* to;
+
+    __device__ __forceinline__ explicit ColumnSums(float* sums) {
+        const int lane = threadIdx.x & 31, column = (lane >> 2) / 2 * 8 + (lane & 3) * 2 + (lane >> 2) % 2;
+        to = sums + column;
+    }
+};
+
+// A block of outputs; behind the last one `beside` stores what is read together with the tile.
+template <class F>
+__device__ __forceinline__ void put_outputs(
+    const Writer& writer, const Pair (&packed)[PAIRS_OF_BLOCK], const Blocked& to, int row0, int block, bool last, const F& beside) {
+    writer.put(packed, to, row0, block);
+    if (last) beside();
+}
 // A block of errors, and the sums of its columns over the warp's rows.
 __device__ __forceinline__ void put_errors(
-    const Writer& writer, const Pair (&packed)[PAIRS_OF_BLOCK], const Blocked& to, int row0, int block, float* sums) {
+    const Writer& writer, const Pair (&packed)[PAIRS_OF_BLOCK], const Blocked& to, int row0, int block, const ColumnSums& sums, int number) {
     writer.put(packed, to, row0, block);
-    const int lane = threadIdx.x & 31, own = lane >> 2;
-    sums[own / 2 * 8 + (lane & 3) * 2 + own % 2] = sum_rows(packed);
+    __stcg(sums.to + number * COLUMNS, sum_rows(packed));
 }
 
 // Slopes of a block of hidden outputs, where they are not told by signs: from the outputs, or from where the errors

@@ -19,32 +19,41 @@ __device__ __forceinline__ u64& agreed_exchange() {
     return number;
 }
 
-constexpr int UNSURE = TALLY - 1;  // a place in the tally that is zero otherwise
+// Of the tally that a block sends, by its lanes k < TALLY: where entry k lies, what it is, and what of its sum over the ranks is for
+// the host. One entry counts the ranks that do not vouch.
+constexpr int TALLY_UNSURE = TALLY - 1;
+__device__ __forceinline__ i64 tally_place(int k) { return ENGINE.size + TALLY + (i64)blockIdx.x * TALLY + k; }
+__device__ __forceinline__ bool is_vote(int k) { return k >= TALLY_STOP && k < TALLY_STOP + 3; }
+__device__ __forceinline__ float vote_of_rank(int k) { return is_vote(k) ? own_post().votes[k - TALLY_STOP] : 0.f; }
+__device__ __forceinline__ float own_tally(int k, bool sure, float weight, int rows, float vote) {
+    return k == TALLY_WEIGHT ? weight : k == TALLY_ROWS ? (float)rows : k == TALLY_UNSURE && !sure ? 1.f : vote;
+}
+__device__ __forceinline__ void tell_host(int k, float sum, u64 began) {
+    if (blockIdx.x != 0) return;
+    if (is_vote(k)) own_post().totals[k - TALLY_STOP] = sum;
+    if (k == 0) count_wait(began);
+}
+__device__ __forceinline__ float sum_of_tallies(Exchange& ranks, int k, bool sure, float weight, int rows) {
+    const u64 began = global_ns();
+    const float sum = ranks.sum(tally_place(k), own_tally(k, sure, weight, rows, vote_of_rank(k)));
+    tell_host(k, sum, began);
+    return sum;
+}
+__device__ __forceinline__ Agreement agreement(float total, float unsure, float left) {
+    return Agreement{total, unsure == 0.f && left == 0.f && total != 0.f && is_finite(total)};
+}
 
-// The same in every block: each sends its own copy of its tally, so that none waits for another of its GPU. All threads
-// of the block call it; `first`: among them are those that the tally belongs to. `sure`: no gradient of this rank can be
-// NaN or too large.
-__device__ __forceinline__ Agreement agree(Exchange& ranks, bool first, bool sure, float weight, int rows) {
-    __shared__ float tally[TALLY];
-    const int k = threadIdx.x;
-    ranks.number = own_post().exchanges;
-    if (first && k == 0) agreed_exchange() = ranks.number;
-    if (first && k < TALLY) {
-        const u64 began = global_ns();
-        const bool vote = k >= TALLY_STOP && k < TALLY_STOP + 3;
-        float x = k == TALLY_WEIGHT ? weight : k == TALLY_ROWS ? (float)rows : k == UNSURE && !sure ? 1.f : 0.f;
-        if (vote) x = own_post().votes[k - TALLY_STOP];
-        x = ranks.sum(ENGINE.size + TALLY + (i64)blockIdx.x * TALLY + k, x);
-        tally[k] = x;
-        if (blockIdx.x == 0) {
-            if (vote) own_post().totals[k - TALLY_STOP] = x;
-            if (k == 0) count_wait(began);
-        }
-    }
-    __syncthreads();
-    const float total = tally[TALLY_WEIGHT];
-    const bool all = tally[UNSURE] == 0.f && tally[TALLY_STOP + 1] == 0.f;
-    return Agreement{total, all && total != 0.f && is_finite(total)};
+// The same in every block: each sends its own copy of its tally, so that none waits for another of its GPU. By a warp. `sure`: no
+// gradient of this rank can be NaN or too large.
+__device__ __forceinline__ Agreement agree_by_warp(bool sure, float weight, int rows) {
+    static_assert(TALLY <= 32, "a lane each");
+    const int k = threadIdx.x & 31;
+    Exchange ranks(own_post().exchanges);
+    if (k == 0) agreed_exchange() = ranks.number;
+    const float x = k < TALLY ? sum_of_tallies(ranks, k, sure, weight, rows) : 0.f;
+    __syncwarp();
+    return agreement(
+        __shfl_sync(~0u, x, TALLY_WEIGHT), __shfl_sync(~0u, x, TALLY_UNSURE), __shfl_sync(~0u, x, TALLY_STOP + 1));
 }
 
 // The same in two halves, for kernels that have something to do meanwhile. What blocks remember, in shared memory:
@@ -60,15 +69,13 @@ __device__ __forceinline__ Joining& joining() {
 // At the start of a launch, before a barrier.
 __device__ __forceinline__ void begin_joining() {
     const int k = threadIdx.x;
-    if (k < TALLY) joining().votes[k] = k >= TALLY_STOP && k < TALLY_STOP + 3 ? own_post().votes[k - TALLY_STOP] : 0.f;
+    if (k < TALLY) joining().votes[k] = vote_of_rank(k);
     if (k == 0) joining().number = own_post().exchanges;
 }
-__device__ __forceinline__ i64 tally_place(int k) { return ENGINE.size + TALLY + (i64)blockIdx.x * TALLY + k; }
-
 __device__ __forceinline__ void begin_agreement(bool sure, float weight, int rows) {
     const int k = threadIdx.x;
     if (k >= TALLY) return;
-    const float x = k == TALLY_WEIGHT ? weight : k == TALLY_ROWS ? (float)rows : k == UNSURE && !sure ? 1.f : joining().votes[k];
+    const float x = own_tally(k, sure, weight, rows, joining().votes[k]);
     if (k == TALLY_LOSS && blockIdx.x == 0) return;
     joining().tally[k] = x;
     Exchange(joining().number).send(tally_place(k), x);
@@ -88,15 +95,13 @@ __device__ __forceinline__ bool finish_agreement(Hyper& hyper) {
         if (k < TALLY) {
             x = Exchange(join.number).take(tally_place(k), join.tally[k]);
             join.tally[k] = x;
-            if (blockIdx.x == 0 && k >= TALLY_STOP && k < TALLY_STOP + 3) own_post().totals[k - TALLY_STOP] = x;
+            tell_host(k, x, began);
         }
         const float total = __shfl_sync(~0u, x, TALLY_WEIGHT);
         if (k == 0) hyper.scale = 1.f / total;
-        if (k == 0 && blockIdx.x == 0) count_wait(began);
     }
     __syncthreads();
-    const float total = join.tally[TALLY_WEIGHT];
-    return join.tally[UNSURE] == 0.f && join.tally[TALLY_STOP + 1] == 0.f && total != 0.f && is_finite(total);
+    return agreement(join.tally[TALLY_WEIGHT], join.tally[TALLY_UNSURE], join.tally[TALLY_STOP + 1]).direct;
 }
 // By one thread of block 0, over what the step's own result is.
 __device__ __forceinline__ void put_joined_result(int s) {
