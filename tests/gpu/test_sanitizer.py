@@ -53,7 +53,7 @@ GROUPS = {
         SPECIAL.but(kernel="bulk", widths=(128, 256, 3), batch=140, precision="tf32"),
     ],
 }
-ARRIVE = ("passes", "chain")  # at named barriers, without waiting there
+ARRIVE = ("passes", "chain", "bulk")  # at named barriers, without waiting there
 CASES = [case for cases in GROUPS.values() for case in cases]
 KERNELS = [
     pytest.param(name, marks=hopper_only if name in ("sweep", "passes", "chain", "bulk") else ()) for name in GROUPS
