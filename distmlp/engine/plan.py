@@ -135,7 +135,7 @@ def make_plan(task: Task, device: Device, kernel: str = "auto") -> Plan:
     if getattr(special, "peers_only", False):
         special, joined = None, special
     pairs = [(layer.fan_in, layer.fan_out) for layer in network.layers]
-    shapes = shapes_for(product, device.capability, device.shared_bytes)
+    shapes = shapes_for(product, device.capability, device.shared_bytes, rows)
     multiprocessors = device.multiprocessors
     products = [(rows, n, k) for k, n in pairs[:-1]] + [(rows, k, n) for k, n in pairs[1:]]
     tile = choose_tile(shapes, product, products or [(rows, *pairs[0])], multiprocessors)

@@ -20,6 +20,8 @@ class TileShape:
     warps: tuple[int, int, int]
     stages: int
     warpgroups: bool = False  # Hopper's products, see kernels/tile_wgmma.cuh
+    # Of weights only: 56 of 128 × 144 (160) cover 1000 × 1000, 126 of 96 × 64 those of mnist-1024: one round of tiles.
+    for_gradients: bool = False
 
     def __str__(self) -> str:
         warps = "warpgroups" if self.warpgroups else f"{'x'.join(map(str, self.warps))} warps"
@@ -28,9 +30,9 @@ class TileShape:
     def shared_bytes(self, product: str) -> int:
         """What a block needs for the worst of the three products (forward, backward, weight gradient)."""
         element = 2 if product == "BF16" else 4
-        part = 128 if self.n > 144 else self.n  # columns finished at a time
+        part = self.n // (self.n // 128) if self.n > 144 else self.n  # columns finished at a time
         results = max(self.m * (part + 8), self.m * self.n * (self.warps[2] - 1)) * 4
-        if self.warpgroups:
+        if self.warpgroups and product == "BF16":
             pipe = self.stages * (self.m + aligned(self.n, 64)) * self.k * element + 1024
             return pipe + results if self.n <= 128 else max(pipe, results)
         deep, flat = 16 // element, 8 if product.startswith("TF32") else 16 // element
@@ -41,7 +43,9 @@ class TileShape:
             return (a + b) * element
 
         pipe = self.stages * max(stage(True, True), stage(True, False), stage(False, True))
-        return pipe + results
+        if not self.warpgroups:
+            return pipe + results
+        return pipe + results + 4 * self.n * self.k * element  # what it is split to
 
     def fitted(self, product: str, limit: int) -> TileShape | None:
         """The same with as many stages as `limit` bytes of shared memory allow; None where too few fit."""
@@ -77,6 +81,8 @@ SHAPES = {
         TileShape(32, 32, 64, (1, 1, 8), 8),
         TileShape(32, 16, 64, (1, 1, 8), 8),
         TileShape(16, 32, 64, (1, 1, 8), 8),
+        TileShape(128, 160, 32, (4, 2, 1), 4, for_gradients=True),
+        TileShape(96, 64, 64, (2, 2, 2), 4, for_gradients=True),
     ),
     "BF16": (
         TileShape(128, 128, 64, (2, 4, 1), 4),
@@ -88,26 +94,29 @@ SHAPES = {
 }
 SHAPES["TF32X3"] = SHAPES["TF32"]
 
-# Beside them on Hopper for BF16. Measured on an H200 for 8192 × 4096 × 4096: 672, 495 and 433 TFLOP/s, where the best
-# of the above reaches 217.
-WARPGROUP_SHAPES = (
-    *(TileShape(128, n, 64, (8, 1, 1), stages, warpgroups=True) for n, stages in ((256, 4), (128, 6), (64, 8))),
-    *(TileShape(64, n, 64, (4, 1, 2), 8, warpgroups=True) for n in (128, 64)),
-)
-# For weight gradients only. Seven of these cover 1000 columns, so that those of seed-1024 take one round of tiles.
-GRADIENT_COLUMNS = 144
-GRADIENT_SHAPES = {
-    "BF16": TileShape(128, GRADIENT_COLUMNS, 64, (8, 1, 1), 5, warpgroups=True),
-    "TF32": TileShape(128, GRADIENT_COLUMNS, 32, (8, 1, 1), 4),
-    "TF32X3": TileShape(128, GRADIENT_COLUMNS, 32, (8, 1, 1), 4),
+# Beside them on Hopper. The first three measured on an H200 for 8192 × 4096 × 4096: 672, 495 and 433 TFLOP/s, where the
+# best of the above reaches 217.
+WARPGROUP_SHAPES = {
+    "BF16": (
+        *(TileShape(128, n, 64, (8, 1, 1), stages, warpgroups=True) for n, stages in ((256, 4), (128, 6), (64, 8))),
+        *(TileShape(64, n, 64, (4, 1, 2), 8, warpgroups=True) for n in (128, 64)),
+        TileShape(128, 144, 64, (8, 1, 1), 5, warpgroups=True, for_gradients=True),
+    ),
+    "TF32X3": (
+        TileShape(128, 64, 32, (8, 1, 1), 5, warpgroups=True),
+        TileShape(64, 64, 32, (4, 1, 2), 6, warpgroups=True),
+    ),
 }
 
+SPLIT_ROWS = 4096  # up to which these are faster in TF32X3; with 8192 and 16384 they were 4 and 8 % slower
 
-def shapes_for(product: str, capability: int, shared_bytes: int) -> list[TileShape]:
-    """What can be used for `product` on a device of this compute capability (× 10) and shared memory a block."""
+
+def shapes_for(product: str, capability: int, shared_bytes: int, rows: int = 1) -> list[TileShape]:
+    """What can be used for `product` on a device of this compute capability (× 10) and shared memory a block, for a
+    batch of `rows`."""
     shapes = [*SHAPES[product]]
-    if product in GRADIENT_SHAPES and (product != "BF16" or capability == 90):
-        shapes += [*(WARPGROUP_SHAPES if product == "BF16" else ()), GRADIENT_SHAPES[product]]
+    if capability == 90 and (product != "TF32X3" or rows <= SPLIT_ROWS):
+        shapes += WARPGROUP_SHAPES.get(product, ())
     fitted = (shape.fitted(product, shared_bytes) for shape in shapes)
     return [shape for shape in fitted if shape is not None]
 
@@ -143,14 +152,14 @@ def choose_head(layers: Sequence[tuple[int, int]], rows: int, blocks: int, share
 # bytes a clock that come in from L2, beginning a phase, a tile, finishing a result; for a tile of weight gradients
 # beginning, a stage that comes from beyond L2, updating, and handing a result over to another block.
 _MULTIPLIES = {"FMA": 95.0, "TF32X3": 140.0, "TF32": 300.0, "BF16": 450.0}
-_WARPGROUP_MULTIPLIES = 2000.0
+_WARPGROUP_MULTIPLIES = {"BF16": 2000.0, "TF32X3": 400.0}
 _STAGE, _BYTES, _PHASE, _TILE, _FINISH = 400.0, 60.0, 1500.0, 500.0, 0.25
 _GRADIENT_TILE, _FAR_STAGE, _UPDATE, _HAND_OVER = 6000.0, 200.0, 0.85, 3.0
 
 
 def stage_clocks(shape: TileShape, product: str) -> float:
     """Estimated time of one stage of the main loop, in clocks."""
-    rate = _WARPGROUP_MULTIPLIES if shape.warpgroups else _MULTIPLIES[product]
+    rate = _WARPGROUP_MULTIPLIES[product] if shape.warpgroups else _MULTIPLIES[product]
     move = (shape.m + shape.n) * shape.k * (2 if product == "BF16" else 4) / _BYTES
     return _STAGE + max(shape.m * shape.n * shape.k / rate, move)
 
@@ -166,7 +175,7 @@ def choose_tile(
     shapes: Sequence[TileShape], product: str, products: Sequence[tuple[int, int, int]], blocks: int
 ) -> TileShape:
     """The shape with the least estimated time over all matrix products (m, n, k) of some layers."""
-    usable = [shape for shape in shapes if shape.n != GRADIENT_COLUMNS]
+    usable = [shape for shape in shapes if not shape.for_gradients]
     return min(usable, key=lambda shape: sum(product_clocks(shape, product, *sizes, blocks) for sizes in products))
 
 
@@ -191,6 +200,6 @@ def choose_gradient_tile(
         for shape in shapes
         for splits in range(1, 33)
         if (splits == 1 or rows >= splits * 2 * shape.k)
-        and (shape.n <= 128 or (splits == 1 and (deep or shape.n == GRADIENT_COLUMNS)))
+        and (shape.n <= 128 or (splits == 1 and (deep or shape.for_gradients)))
     ]
     return min(candidates, key=lambda candidate: clocks(*candidate))

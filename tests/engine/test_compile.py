@@ -36,6 +36,7 @@ ALL_ACTIVATIONS = ("relu", "leaky_relu", "elu", "gelu", "silu", "tanh", "sigmoid
 # Families: product × loss kind × update kind × tile sizes. Others differ in a constant.
 FAMILIES = {
     "fp32 direct, large tiles": ((512,) * 4, 8192, "fp32", {}, "adam"),
+    "fp32 warpgroups": ((512,) * 4, 1024, "fp32", {"activation": "gelu"}, "adam"),
     "tf32 norm first, mixed": ((8, *(24,) * 10, 2), 64, "tf32", {"activation": ALL_ACTIVATIONS}, "lamb"),
     "bf16 direct, large tiles": ((512,) * 4, 4096, "bf16", {"activation": "gelu"}, "adamw"),
     "bf16 softmax, small tiles": ((100, 500, 10), 32, "bf16", {"loss": "softmax_cross_entropy"}, "nesterov"),

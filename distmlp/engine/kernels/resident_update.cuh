@@ -159,8 +159,9 @@ __device__ __forceinline__ Tile staged_tile(const u8* errors, int number) {
 template <int L>
 struct Gradient {
     typedef Patch<L> P;
-    // All activations at once: with floats, of which a warp has fewer registers left, those of the lowest layer.
-    static constexpr bool AHEAD = PRODUCT == BF16 ? P::IN_TURNS * TILES <= 16 : L == 0 && P::IN_TURNS * TILES <= 4;
+    // All activations at once. On one GPU a few of the lowest layer: what spills for more of them costs more than waiting.
+    static constexpr bool AHEAD = RANKS > 1 ? P::IN_TURNS * TILES <= 16
+                                            : L == 0 && P::IN_TURNS * TILES * TILE_BYTES <= 4096;
     P patch;
     Tile inputs[AHEAD ? P::IN_TURNS : 1][TILES];
 

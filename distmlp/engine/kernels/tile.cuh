@@ -152,14 +152,24 @@ struct Product {
 #pragma unroll
                 for (int q = 0; q < 4; ++q) split_tf32(fb[j][q], lb[j][q]);
 #endif
+#if PRODUCT == TF32X3  // so that no product waits for the one before
+#pragma unroll
+            for (int i = 0; i < TM; ++i)
+#pragma unroll
+                for (int j = 0; j < TN; ++j)
+                    mma_tf32(part + (i * TN + j) * 4, la[i], fb[j / 2][j % 2 * 2], fb[j / 2][j % 2 * 2 + 1]);
+#pragma unroll
+            for (int i = 0; i < TM; ++i)
+#pragma unroll
+                for (int j = 0; j < TN; ++j)
+                    mma_tf32(part + (i * TN + j) * 4, fa[i], lb[j / 2][j % 2 * 2], lb[j / 2][j % 2 * 2 + 1]);
+#endif
 #pragma unroll
             for (int i = 0; i < TM; ++i)
 #pragma unroll
                 for (int j = 0; j < TN; ++j) {
 #if PRODUCT == TF32X3
                     float* where = part + (i * TN + j) * 4;
-                    mma_tf32(where, la[i], fb[j / 2][j % 2 * 2], fb[j / 2][j % 2 * 2 + 1]);
-                    mma_tf32(where, fa[i], lb[j / 2][j % 2 * 2], lb[j / 2][j % 2 * 2 + 1]);
 #else
                     float* where = c + (i * TN + j) * 4;
 #endif

@@ -11,6 +11,8 @@
 #define STEP_K 4
 #endif
 
+extern __shared__ __align__(1024) u8 dynamic_shared[];
+
 // M × N output, K_ deep stages; the warps are arranged WM × WN over the tile, WK of them share a part of it and split
 // the depth.
 template <int M_, int N_, int K_, int WM_, int WN_, int WK_, int STAGES_>

@@ -2,7 +2,7 @@
 // Eight warps are two warpgroups: of 64 rows each, or of the same 64 rows and half of the depth each. The results lie
 // in the threads exactly as Product's do for 8 × 1 × 1 or 4 × 1 × 2 warps, so all that follows the main loop is shared.
 #pragma once
-#include "tile.cuh"
+#include "tile_split.cuh"
 #if PRODUCT == BF16
 #include "wgmma.cuh"
 
@@ -104,6 +104,12 @@ struct MainLoopOf {
 template <class S, bool A_ROWS_M, bool B_ROWS_K>
 struct MainLoopOf<true, S, A_ROWS_M, B_ROWS_K> {
     typedef WarpgroupProduct<S, A_ROWS_M, B_ROWS_K> Type;
+};
+#endif
+#if PRODUCT == TF32X3
+template <class S, bool A_ROWS_M, bool B_ROWS_K>
+struct MainLoopOf<true, S, A_ROWS_M, B_ROWS_K> {
+    typedef SplitProduct<S, A_ROWS_M, B_ROWS_K> Type;
 };
 #endif
 template <bool WARPGROUPS, class S, bool A_ROWS_M, bool B_ROWS_K>

@@ -50,8 +50,6 @@ typedef MainLoop<GRADIENT_WARPGROUPS, GradientShape, false, true> Gradient;
 #define LOSS_ROWS 32     // rows of a softmax task
 #define BIAS_COLUMNS 32  // columns of a bias task
 
-extern __shared__ __align__(1024) u8 dynamic_shared[];
-
 template <class P>
 __device__ __forceinline__ float* output_tile() {
     return (float*)(dynamic_shared + P::TILE_AT);
