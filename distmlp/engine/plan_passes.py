@@ -34,6 +34,9 @@ TILE_ROWS = 64 * GROUPS
 MAX_PASSES = 4
 STATIC_BYTES = 512  # of shared memory beside what is counted here
 MAX_AGAIN = 0.25  # of the products of a step, computed anew
+# Products a row, for each of an input's columns, up to which computing it anew takes less than leaving it in device
+# memory and fetching it again.
+CHEAPER = 200
 _STORES_SLOPE = {"elu", "gelu", "silu", "tanh", "sigmoid", "softplus", "sine"}
 
 Pass = tuple[int, int]  # layers [low, high)
@@ -52,6 +55,7 @@ class PassesPlan:
     shared_bytes: int
     direct: bool  # sums and update without the flat gradient
     joined: bool  # so also with ranks that sum inside the kernel
+    raw_type: str
 
     name, path, source, entry = "passes", "narrow", "passes.cu", "passes_steps"
     threads = GROUP_THREADS * GROUPS
@@ -70,8 +74,7 @@ class PassesPlan:
         return 4 * sum(item.columns for item in self.items) + -(-biases // CHUNK)
 
     def buffers(self) -> tuple[Buffer, ...]:
-        inputs = sum(columns(self.widths[low]) * (1 + self._keeps_slope(low)) for low, _ in self.passes[1:])
-        vectors = (inputs + max(columns(self.widths[low]) for low, _ in self.passes[:-1])) // 2
+        vectors = max(self._vectors(direct) for direct in {self.direct, self.direct or self.joined})
         return (
             Buffer("passes_partials", 2 * self.blocks * (self.chunks * CHUNK * 4 + 16), zeroed=True),
             Buffer("passes_image", image_bytes(self.widths), zeroed=True),
@@ -86,6 +89,17 @@ class PassesPlan:
     def peer_macros(self) -> dict[str, str] | None:
         """As a narrow plan's."""
         return {**self.macros(), "NARROW_DIRECT": "1", "NARROW_PEERS": "1"} if self.joined else None
+
+    def _vectors(self, direct: bool) -> int:
+        """Vectors that a thread keeps of a tile from pass to pass."""
+        begins = {self._begins_with(low, direct) for low, _ in self.passes[1:]}
+        inputs = sum(columns(self.widths[i]) * (1 + self._keeps_slope(i)) for i in begins)
+        return (inputs + max(columns(self.widths[low]) for low, _ in self.passes[:-1])) // 2
+
+    def _begins_with(self, low: int, direct: bool) -> int:
+        """The input that a pass begins with: that of layer `low`, or the network's where that is cheaper."""
+        products = sum(padded(i) * padded(o) for i, o in pairwise(self.widths[: low + 1]))
+        return 0 if direct and products < CHEAPER * padded(self.widths[low]) else low
 
     def _keeps_slope(self, low: int) -> bool:
         return low > 0 and self.activations[low - 1] in _STORES_SLOPE
@@ -104,6 +118,7 @@ class PassesPlan:
             "NARROW_TURNS": str(self.turns),
             "NARROW_SHARED_BYTES": str(self.shared_bytes),
             "NARROW_DIRECT": str(int(self.direct)),
+            "RAW_TYPE": f"RAW_{self.raw_type[0].upper()}{8 * int(self.raw_type[1:])}",
             **update_macros(self.direct, self.widths),
         }
 
@@ -128,7 +143,7 @@ def plan_passes(task: Task, device: Device) -> PassesPlan | None:
             items = tuple(item for share in shares for item in share)
             return PassesPlan(
                 widths, activations, blocks, -(-tiles // blocks), passes, items, shared, task.updates_directly,
-                task.ranks > 1 and not task.needs_norm,
+                task.ranks > 1 and not task.needs_norm, task.raw_type,
             )  # fmt: skip
     return None
 

@@ -16,6 +16,8 @@ static_assert(PRODUCT == BF16, "operands are bfloat16");
 static_assert(PASSES_BYTES == NARROW_SHARED_BYTES, "plan_passes.py and passes_shape.cuh agree");
 static_assert(WARPS == 8 && CHAINS == 2, "two warpgroups, 64 rows of a tile each");
 
+constexpr bool PLAIN = RAW_TYPE == RAW_F32;
+
 // What a thread knows all through a launch. The phases below are functions with the registers to themselves: inlined
 // into one another they would spill, and `ptxas` would serialise the products.
 struct Block {
@@ -25,11 +27,14 @@ struct Block {
     __device__ __forceinline__ static int first_row(int tile) { return tile * TILE + 16 * (threadIdx.x >> 5); }
 };
 
-__device__ __forceinline__ void prefetch_targets(const Raw& raw, const RowPair& rows) {
-    if (LABELS || (threadIdx.x & 3)) return;
+__device__ __forceinline__ void prefetch_targets(const Raw& raw, const RowPair& rows) {  // no branch
+    if (LABELS) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-        if (rows.there[half]) asm volatile("prefetch.global.L2 [%0];" ::"l"(raw.targets + rows.row[half] * OUTPUTS));
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %1, 0; @p prefetch.global.L2 [%0]; }" ::"l"(
+                         raw.targets + rows.row[half] * OUTPUTS),
+                     "r"((int)(rows.there[half] && (threadIdx.x & 3) == 0))
+                     : "memory");
 }
 
 // The block's first tile of a step, without anything to hide the loads behind.
@@ -55,12 +60,13 @@ __device__ __forceinline__ int tile_at(int turn, int turns) {
 // What a lower pass begins a tile with.
 template <int P>
 struct Left {
-    u32 a[2 * columns(pass(P).low)], dz[2 * columns(pass(P).high)];
+    u32 a[2 * columns(begins_with(P))], dz[2 * columns(pass(P).high)];
 
-    __device__ __forceinline__ void fetch(const Walk& walk, int tile) {
-        uint4* kept = walk.kept_tile(tile);
-        Walk::fetch<columns(pass(P).low) / 2>(walk.inputs_of<P>(kept), a);
-        Walk::fetch<columns(pass(P).high) / 2>(walk.errors_of(kept), dz);
+    __device__ __forceinline__ void fetch_inputs(const Walk& walk, int tile) {
+        Walk::fetch<columns(begins_with(P)) / 2>(walk.inputs_of<P>(walk.kept_tile(tile)), a);
+    }
+    __device__ __forceinline__ void fetch_errors(const Walk& walk, int tile) {
+        Walk::fetch<columns(pass(P).high) / 2>(walk.errors_of(walk.kept_tile(tile)), dz);
     }
 };
 
@@ -72,7 +78,8 @@ template <int P, int N>
 __device__ __forceinline__ void go_down(const Walk& walk, int turns, float* partial, float (&sums)[N], Limit& limit, u32* marks, u32 number) {
     if constexpr (P + 1 < PASSES) {
         Left<P + 1> left;
-        left.fetch(walk, tile_at<P + 1>(0, turns));
+        left.fetch_inputs(walk, tile_at<P + 1>(0, turns));
+        left.fetch_errors(walk, tile_at<P + 1>(0, turns));
         write_pass<P>(walk.group, sums, partial, limit);
         lower_pass<P + 1>(walk, turns, partial, left, limit, marks, number);
     } else {
@@ -102,17 +109,25 @@ __device__ __forceinline__ bool all_passes(const Block& block, int s, float* par
         RowPair rows, next;
         next.pick(raw, info, next_at + (lane >> 2));
         Chain::Targets targets;
-        walk.forward<0, 0>(a, Top{raw, rows, targets, totals, kept});
+        walk.forward<0, 0>(a, Top{raw, rows, targets, totals, kept, turn == 0});
         publish_operands();
         Chain::Inputs inputs;
         walk.load_inputs(raw, next, inputs);
         next.load(raw);
         __syncthreads();
-        add_pass_tile<0, 0>(walk.group, sums, walk.shared, [] {});
+        add_pass_tile<0, 0>(walk.group, sums, walk.shared, [&] {
+            if constexpr (PLAIN) {
+                walk.store_plain_inputs(next, inputs);
+                walk.remember(next);
+                prefetch_targets(raw, next);
+            }
+        });
         __syncthreads();
-        walk.store_inputs(raw, info, next, next_at, inputs);
-        walk.remember(next);
-        prefetch_targets(raw, next);
+        if constexpr (!PLAIN) {
+            walk.store_inputs(raw, info, next, next_at, inputs);
+            walk.remember(next);
+            prefetch_targets(raw, next);
+        }
     }
     Limit limit = {false};
     sum_over_warp(totals, (float*)(dynamic_shared + TALLY_AT) + (threadIdx.x >> 5) * TALLY_FLOATS, limit);
@@ -122,7 +137,7 @@ __device__ __forceinline__ bool all_passes(const Block& block, int s, float* par
 
 template <int P>
 __device__ __forceinline__ void lower_pass(const Walk& walk, int turns, float* partial, Left<P>& left, Limit& limit, u32* marks, u32 number) {
-    constexpr int LOW = pass(P).low, HIGH = pass(P).high;
+    constexpr int LOW = pass(P).low, HIGH = pass(P).high, FROM = begins_with(P);
     write_ones<P>();
     float sums[pass_sums(P)];
 #pragma unroll
@@ -130,18 +145,21 @@ __device__ __forceinline__ void lower_pass(const Walk& walk, int turns, float* p
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
         const Lower<P> lower{left.dz, walk.kept_tile(tile_at<P>(turn, turns))};
-        walk.store_fragments<columns(LOW), activation_columns(LOW)>(walk.input_fragment<P, LOW>(), left.a);
+        if constexpr (FROM == LOW)
+            walk.store_fragments<columns(LOW), activation_columns(LOW)>(walk.input_fragment<P, LOW>(), left.a);
         if constexpr (keeps_slope(P)) {
             u32 slope[2 * columns(LOW)];
             Walk::fetch<columns(LOW) / 2>(walk.slopes_of<P>(lower.kept), slope);
             walk.store_fragments<columns(LOW), columns(LOW)>(walk.error_fragment<P, LOW>(), slope);
         }
-        if constexpr (HIGH > LOW + 1)
-            walk.forward<P, LOW>(left.a, lower);
+        if constexpr (HIGH > FROM + 1)
+            walk.forward<P, FROM>(left.a, lower);
         else
             walk.turn<P>(left.dz, lower);
         publish_operands();
-        if (turn + 1 < turns) left.fetch(walk, tile_at<P>(turn + 1, turns));
+        const int next = tile_at<P>(turn + 1 < turns ? turn + 1 : turn, turns);
+        left.fetch_inputs(walk, next);
+        left.fetch_errors(walk, next);
         __syncthreads();
         add_pass_tile<P, 0>(walk.group, sums, walk.shared, [&] {
             tell_sums(marks, mark_of(number, P - 1), turn == 0 && threadIdx.x == 0);

@@ -27,6 +27,31 @@ __device__ __forceinline__ u64 descriptor(u32 base16, int at, int k16) {
     return (u64)(OTHER_BYTES >> 4) << 32 | low;
 }
 
+// Both warpgroups have the same items of pass P but for the rows: 64 each of every layer.
+template <int P>
+SHAPE_FN bool alike() {
+    for (int i = 0; i < ITEM_COUNT; ++i) {
+        if (item(i).layer < pass(P).low || item(i).layer >= pass(P).high) continue;
+        if (item(i).block != item(i).group) return false;
+        bool partner = false;
+        for (int k = 0; k < ITEM_COUNT; ++k)
+            partner |= item(k).layer == item(i).layer && item(k).block != item(i).block && item(k).offset == item(i).offset;
+        if (!partner) return false;
+    }
+    return true;
+}
+// Nobody reads it again: it makes room in L2 first.
+__device__ __forceinline__ uint4 load_last(const void* where) {
+    uint4 x;
+    asm volatile(
+        "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "ld.relaxed.gpu.global.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], policy; }"
+        : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+        : "l"(where)
+        : "memory");
+    return x;
+}
+
 struct Walk : Chain {
     int group;
     u32 weights_there;  // barriers, one a layer
@@ -55,22 +80,33 @@ struct Walk : Chain {
     static __device__ __forceinline__ void fetch(const uint4* where, u32 (&a)[4 * COUNT]) {
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) {
-            const uint4 x = load_fresh(where + k * BLOCK_THREADS);
+            const uint4 x = load_last(where + k * BLOCK_THREADS);
             a[4 * k] = x.x, a[4 * k + 1] = x.y, a[4 * k + 2] = x.z, a[4 * k + 3] = x.w;
         }
+    }
+    // What store_inputs does with inputs that need no conversion. No branch, as products may be under way.
+    __device__ __forceinline__ void store_plain_inputs(const RowPair& rows, const Inputs& inputs) const {
+        u32 pairs[2 * columns(0)];
+#pragma unroll
+        for (int i = 0; i < FIXED(2 * columns(0)); ++i) {
+            const float2 x = scale_columns<width(0)>(inputs.x[i], (i >> 1) * 8 + 2 * (threadIdx.x & 3), scales, 0);
+            pairs[i] = pack_pair(x.x, x.y) & (rows.there[i & 1] ? ~0u : 0u);
+        }
+        store_fragments<columns(0), activation_columns(0)>(activation_fragment<0>(), pairs);
     }
     // The rows of the tile whose inputs are in shared memory wait there, too.
     __device__ __forceinline__ uint4* row_place(int half) const {
         return (uint4*)(dynamic_shared + ROWS_AT) + 8 * (row_block + half) + ((threadIdx.x & 31) >> 2);
     }
-    __device__ __forceinline__ void remember(const RowPair& rows) const {
-        if ((threadIdx.x & 3) == 0) {
+    __device__ __forceinline__ void remember(const RowPair& rows) const {  // no branch
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const u64 row = rows.there[half] ? rows.row[half] : ~0ull;
-                *row_place(half) = make_uint4(
-                    (u32)row, (u32)(row >> 32), __float_as_uint(rows.weight[half]), (u32)rows.label[half]);
-            }
+        for (int half = 0; half < 2; ++half) {
+            const u64 row = rows.there[half] ? rows.row[half] : ~0ull;
+            asm volatile(
+                "{ .reg .pred p; setp.eq.u32 p, %5, 0; @p st.shared.v4.b32 [%0], {%1, %2, %3, %4}; }" ::"r"(
+                    (u32)__cvta_generic_to_shared(row_place(half))),
+                "r"((u32)row), "r"((u32)(row >> 32)), "f"(rows.weight[half]), "r"(rows.label[half]), "r"(threadIdx.x & 3)
+                : "memory");
         }
         __syncwarp();
     }
@@ -100,7 +136,8 @@ struct Walk : Chain {
         constexpr bool LAST = HIGH < LAYERS && L + 1 == HIGH - 1;
         constexpr int BEGINS = P == 0 ? pass_from(L + 1) : 0;  // the pass that begins with what comes out
         float z[4 * OUT];
-        if constexpr (P == 0) barrier_wait(weights_there + 8 * L, phase);
+        if constexpr (P == 0)
+            if (above.first) barrier_wait(weights_there + 8 * L, phase);
 #pragma unroll
         for (int j = 0; j < OUT; ++j) {
             const float2 b = bias<L>(j);
@@ -162,38 +199,47 @@ struct Walk : Chain {
     template <int P, int L, class Above>
     __device__ __forceinline__ void backward(const u32 (&dz)[2 * columns(L + 1)], const Above& above) const {
         if constexpr (L > 0) {
-            constexpr int IN = columns(L), OUT = columns(L + 1), KIND = activation(L - 1);
+            constexpr int IN = columns(L);
             float d[4 * IN];
 #pragma unroll
             for (int i = 0; i < 4 * IN; ++i) d[i] = 0.f;  // else they would live all along the loop over tiles
-            const u32 base = here(shared >> 4);
             settle(d);
             begin_products();
-#pragma unroll
-            for (int k = 0; k < FIXED(OUT / 2); ++k)
-                Wgmma<IN>::template rs<false>(
-                    d, dz + 4 * k, descriptor<BLOCK_BYTES, OUT * BLOCK_BYTES>(base, FIXED(weight_at(L)), k), true);
-            commit_products();
-            u32 from;
-            if constexpr (slope_waits(L)) from = error_fragment<P, L>();
-            else from = input_fragment<P, L>();
+            multiply_back<L>(d, dz);
             wait_products();
             settle(d);
             u32 next[2 * IN];
-#pragma unroll
-            for (int k = 0; k < IN / 2; ++k) {  // not before: the registers are those of `dz`
-                u32 known[4];
-                load_blocks4<false>(known, from + k * 256);
-#pragma unroll
-                for (int i = 4 * k; i < 4 * k + 4; ++i)
-                    next[i] = backward_pair<KIND>(d[2 * i], d[2 * i + 1], known[i % 4]);
-            }
+            finish_back<P, L>(d, next);
             if constexpr (L > pass(P).low) {
                 store_fragments<IN, IN>(error_fragment<P, L>(), next);
                 backward<P, L - 1>(next, above);
             } else {
                 keep<IN / 2>(errors_of(above.kept), next);
             }
+        }
+    }
+    template <int L>
+    __device__ __forceinline__ void multiply_back(float (&d)[4 * columns(L)], const u32 (&dz)[2 * columns(L + 1)]) const {
+        constexpr int IN = columns(L), OUT = columns(L + 1);
+        const u32 base = here(shared >> 4);
+#pragma unroll
+        for (int k = 0; k < FIXED(OUT / 2); ++k)
+            Wgmma<IN>::template rs<false>(
+                d, dz + 4 * k, descriptor<BLOCK_BYTES, OUT * BLOCK_BYTES>(base, FIXED(weight_at(L)), k), true);
+        commit_products();
+    }
+    template <int P, int L>
+    __device__ __forceinline__ void finish_back(const float (&d)[4 * columns(L)], u32 (&next)[2 * columns(L)]) const {
+        u32 from;
+        if constexpr (slope_waits(L)) from = error_fragment<P, L>();
+        else from = input_fragment<P, L>();
+#pragma unroll
+        for (int k = 0; k < columns(L) / 2; ++k) {
+            u32 known[4];
+            load_blocks4<false>(known, from + k * 256);
+#pragma unroll
+            for (int i = 4 * k; i < 4 * k + 4; ++i)
+                next[i] = backward_pair<activation(L - 1)>(d[2 * i], d[2 * i + 1], known[i % 4]);
         }
     }
 };
@@ -205,6 +251,7 @@ struct Top {
     Chain::Targets& targets;
     Totals& totals;
     uint4* kept;  // this thread's, of the tile at hand
+    bool first;   // tile of a step
 };
 // And a lower one.
 template <int P>
@@ -216,19 +263,6 @@ struct Lower {
 template <int P>
 __device__ __forceinline__ constexpr bool belongs(int layer) {
     return layer >= pass(P).low && layer < pass(P).high;
-}
-// Both warpgroups have the same items of pass P but for the rows: 64 each of every layer.
-template <int P>
-SHAPE_FN bool alike() {
-    for (int i = 0; i < ITEM_COUNT; ++i) {
-        if (item(i).layer < pass(P).low || item(i).layer >= pass(P).high) continue;
-        if (item(i).block != item(i).group) return false;
-        bool partner = false;
-        for (int k = 0; k < ITEM_COUNT; ++k)
-            partner |= item(k).layer == item(i).layer && item(k).block != item(i).block && item(k).offset == item(i).offset;
-        if (!partner) return false;
-    }
-    return true;
 }
 // `left`: `base`, and where that is the other warpgroup's item, its rows.
 template <int P, int GROUP, int I>

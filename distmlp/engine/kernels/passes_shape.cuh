@@ -71,13 +71,26 @@ SHAPE_FN int pass_chunks(int p) {
     return chunks;
 }
 
-// A thread's share of a tile's rows on their way from one pass to another, in vectors of 16 bytes: for every pass but
-// the upmost its lowest input, and the slope at it where that waits; then the errors, in one place for all.
-SHAPE_FN int input_vectors(int p) { return columns(pass(p).low) / 2; }
-SHAPE_FN bool keeps_slope(int p) { return pass(p).low > 0 && slope_waits(pass(p).low); }
+// The input that pass `p` begins with: its lowest one, or the network's where what lies in between is cheaper to compute
+// anew than to leave in device memory and fetch.
+SHAPE_FN int begins_with(int p) {
+    int products = 0;
+    for (int i = 0; i < pass(p).low; ++i) products += padded(i) * padded(i + 1);
+    return p == 0 || NARROW_DIRECT && products < 200 * padded(pass(p).low) ? 0 : pass(p).low;
+}
+// A thread's share of a tile's rows on their way from one pass to another, in vectors of 16 bytes: the inputs that passes
+// begin with, and the slope where that waits; then the errors, in one place for all.
+SHAPE_FN int input_vectors(int p) { return columns(begins_with(p)) / 2; }
+SHAPE_FN bool keeps_slope(int p) { return begins_with(p) > 0 && slope_waits(begins_with(p)); }
+SHAPE_FN int begins_first(int p) {  // the first pass that begins with the same input
+    for (int k = 1; k < p; ++k)
+        if (begins_with(k) == begins_with(p)) return k;
+    return p;
+}
 SHAPE_FN int input_vector_at(int p) {
     int at = 0;
-    for (int k = 1; k < p; ++k) at += input_vectors(k) * (keeps_slope(k) ? 2 : 1);
+    for (int k = 1; k < (p < PASSES ? begins_first(p) : p); ++k)
+        if (begins_first(k) == k) at += input_vectors(k) * (keeps_slope(k) ? 2 : 1);
     return at;
 }
 SHAPE_FN int error_vectors() {
@@ -86,10 +99,10 @@ SHAPE_FN int error_vectors() {
     return most;
 }
 constexpr int ERRORS_VECTOR_AT = input_vector_at(PASSES), KEPT_VECTORS = ERRORS_VECTOR_AT + error_vectors();
-// The pass that begins with input `i`, or 0.
+// The first pass that begins with input `i`, or 0.
 SHAPE_FN int pass_from(int i) {
     for (int p = 1; p < PASSES; ++p)
-        if (pass(p).low == i) return p;
+        if (begins_with(p) == i) return p;
     return 0;
 }
 

@@ -45,7 +45,7 @@ __device__ __forceinline__ float4 sum_of_chunk(const float* source, int share, i
         uint4 x[LOADS];
 #pragma unroll
         for (int i = 0; i < LOADS; ++i)
-            x[i] = p + SHARES * i < count ? load_fresh(source + (i64)(p + SHARES * i) * PARTIAL_STRIDE)
+            x[i] = p + SHARES * i < count ? load_last(source + (i64)(p + SHARES * i) * PARTIAL_STRIDE)
                                           : make_uint4(0, 0, 0, 0);
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
