@@ -1,6 +1,7 @@
 // Sums over blocks, pass by pass, and what is done with them: the update, or the flat gradient.
 #pragma once
 #include "narrow_ranks.cuh"
+#include "narrow_step.cuh"
 #include "passes_chain.cuh"
 
 namespace narrow {
@@ -128,28 +129,12 @@ __device__ __noinline__ void update_directly(
     Sums ranks(number);
     const auto update = [&](const Place& place, Parameter& parameter, bool all, float sum) {
         if (!all || totals.bad || totals.weight == 0.f) return;
-        Hyper h = hyper;
-        h.scale = 1.f / totals.weight;
-        parameter.value = update_rule(h, parameter.value, sum, parameter.first, parameter.second);
-        publish(buffers.image(0), place, parameter.value);
-        parameter.mean = average(h.ema_decay, parameter.mean, parameter.value);
-        parameter.store(place.flat);
+        step_parameter(parameter, place, sum, hyper, totals.weight, buffers.image(0));
     };
     const bool all = for_each_sum(buffers, s, number, count, totals, ranks, update);
-    if (threadIdx.x == 0) {
-        if (!all) {  // the host will say why
-            progress.frozen = true;
-        } else if (totals.bad) {
-            if (ENGINE.stop_on_nonfinite) progress.frozen = true;
-            else ++progress.skipped;
-        } else if (totals.weight != 0.f) {
-            ++progress.step;
-        }
-    }
+    if (threadIdx.x == 0) count_step(progress, totals, all);
     if (blockIdx.x == 0 && threadIdx.x == 0)
-        ENGINE.results[s] = StepResult{
-            ranks.loss((float*)(dynamic_shared + SCRATCH_AT)), totals.weight,
-            !all ? NOT_RUN : !totals.bad ? DONE : ENGINE.stop_on_nonfinite ? NOT_FINITE : LEFT_OUT};
+        ENGINE.results[s] = result_of(totals, ranks.loss((float*)(dynamic_shared + SCRATCH_AT)), all);
 }
 
 // What changes from step to step (see set_hyper), by two threads: the powers take long.
@@ -170,15 +155,8 @@ __device__ __noinline__ void reduce_to_gradient(
     for_each_sum(buffers, s, number, count, totals, alone, [&](const Place& place, Parameter&, bool, float sum) {
         ENGINE.gradient[place.flat] = sum;
     });
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-        const double loss = collect_loss((float*)(dynamic_shared + SCRATCH_AT));
-        float* tally = ENGINE.gradient + ENGINE.size;
-        for (int i = 0; i < TALLY; ++i) tally[i] = 0.f;
-        tally[TALLY_LOSS] = totals.bad ? __int_as_float(0x7fc00000) : (float)loss;
-        tally[TALLY_WEIGHT] = totals.weight;
-        tally[TALLY_ROWS] = (float)rows;
-        ENGINE.results[s] = StepResult{loss, totals.weight, DONE};
-    }
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        leave_tally(s, totals, collect_loss((float*)(dynamic_shared + SCRATCH_AT)), rows);
 }
 
 // The update from the flat gradient, where every thread counts for itself.

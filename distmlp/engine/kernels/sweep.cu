@@ -6,6 +6,7 @@
 //                 order and updates them; all read the new weights
 //
 // No sum depends on the order in which blocks run. Only for Hopper.
+#include "narrow_step.cuh"
 #include "sweep_layers.cuh"
 
 namespace narrow {
@@ -104,23 +105,11 @@ __device__ __forceinline__ void update_directly(
         if (totals.bad || totals.weight == 0.f) return;
         Parameter parameter;
         parameter.load(place.flat);
-        Hyper h = hyper;
-        h.scale = 1.f / totals.weight;
-        parameter.value = update_rule(h, parameter.value, sum, parameter.first, parameter.second);
-        publish(buffers.image(0), place, parameter.value);
-        parameter.mean = average(h.ema_decay, parameter.mean, parameter.value);
-        parameter.store(place.flat);
+        step_parameter(parameter, place, sum, hyper, totals.weight, buffers.image(0));
     });
-    if (totals.bad) {
-        if (ENGINE.stop_on_nonfinite) progress.frozen = true;
-        else ++progress.skipped;
-    } else if (totals.weight != 0.f) {
-        ++progress.step;
-    }
+    count_step(progress, totals);
     if (blockIdx.x == 0 && threadIdx.x == 0)
-        ENGINE.results[s] = StepResult{
-            collect_loss((float*)(dynamic_shared + SCRATCH_AT)), totals.weight,
-            !totals.bad ? DONE : ENGINE.stop_on_nonfinite ? NOT_FINITE : LEFT_OUT};
+        ENGINE.results[s] = result_of(totals, collect_loss((float*)(dynamic_shared + SCRATCH_AT)));
 }
 
 // The sums to the flat gradient, the tally behind it.
@@ -130,15 +119,8 @@ __device__ __forceinline__ void reduce_to_gradient(
     for_each_sum(buffers, s, number, count, totals, [&](const Place& place, float sum) {
         ENGINE.gradient[place.flat] = sum;
     });
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-        const double loss = collect_loss((float*)(dynamic_shared + SCRATCH_AT));
-        float* tally = ENGINE.gradient + ENGINE.size;
-        for (int i = 0; i < TALLY; ++i) tally[i] = 0.f;
-        tally[TALLY_LOSS] = totals.bad ? __int_as_float(0x7fc00000) : (float)loss;
-        tally[TALLY_WEIGHT] = totals.weight;
-        tally[TALLY_ROWS] = (float)info.rows;
-        ENGINE.results[s] = StepResult{loss, totals.weight, DONE};
-    }
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        leave_tally(s, totals, collect_loss((float*)(dynamic_shared + SCRATCH_AT)), info.rows);
 }
 
 }  // namespace narrow
