@@ -144,13 +144,6 @@ def test_steps_on_one_gpu_may_come_from_another_file() -> None:
         with_alone(record, {**single, "kernel_sha256": "other"})
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*x*-step.json")), ids=lambda path: path.stem)
-def test_tables_of_several_gpus_are_those_of_the_results(path: Path) -> None:
-    text = ranks_table(json.loads(path.read_text()))
-    assert path.with_suffix(".md").read_text() == text + "\n"
-    assert text in (RESULTS.parents[2] / "README.md").read_text(encoding="utf-8")
-
-
 def test_what_several_gpus_learn_is_told_and_compared_with_one() -> None:
     row = {"dataset": "fashion", "precision": "bf16", "ranks": 2, "accuracy": 0.8912, "validation_loss": 0.31}
     rows = [{**row, "transport": "none", "ranks": 1}, {**row, "transport": "peer"}]
