@@ -114,6 +114,8 @@ def plan_strips(task: Task, device: Device) -> StripsPlan | None:
         return None
     if len(widths) - 1 > MAX_LAYERS or task.ranks > 1:  # several ranks: never run
         return None
+    if task.raw_type == "f2":  # its rows do not compile with half-precision inputs
+        return None
     room = device.shared_bytes - STATIC_BYTES - static_bytes(task)
     tiles = -(-max(1, task.rows) // 16)
     if kept := _keeping(widths, 16 * -(-tiles // multiprocessors), room):

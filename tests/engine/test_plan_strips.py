@@ -19,10 +19,11 @@ DEEP64 = (16, *(64,) * 8, 2)
 
 def plan(
     widths: tuple[int, ...], rows: int, device: Device = H200, ranks: int = 1, precision: str = "tf32",
-    activation: str = "relu",
+    activation: str = "relu", raw_type: str = "f4",
 ) -> StripsPlan | None:  # fmt: skip
     network = Network.build(widths, activation, "identity")
-    return plan_strips(Task(network, rows, precision, "mse", False, False, (), False, ranks), device)
+    task = Task(network, rows, precision, "mse", False, False, (), False, ranks, raw_type=raw_type)
+    return plan_strips(task, device)
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.name)
@@ -88,6 +89,8 @@ def test_all_warps_have_rows_or_columns(widths: tuple[int, ...], rows: int, tile
 
 
 def test_declines_what_does_not_fit() -> None:
+    assert plan(NARROW64, 1024, raw_type="f8") is not None
+    assert plan(NARROW64, 1024, raw_type="f2") is None
     assert plan(NARROW64, 1024, precision="bf16") is None
     assert plan((32, 129, 16), 1024) is None
     assert plan((8,) * (MAX_LAYERS + 2), 1024) is None

@@ -115,6 +115,8 @@ def test_evaluation_sees_the_trained_weights() -> None:
 def test_large_magnitudes_take_the_slow_way(precision: str) -> None:
     """Inputs beyond what the kernel trusts unseen, but nothing that overflows: the same update."""
     case = BASE.but(activation="relu", optimizer="sgd", widths=(17, 33, 20, 3), precision=precision)
+    if precision == "fp32":  # weights move by so little that their own rounding is 8e-5 of it
+        case = case.but(limit=20.0)
     check_large(case, "inputs", 1e5, 1e-13, steps=2)
 
 
