@@ -251,7 +251,7 @@ def ranks_record(
         f"{preset} {subject}: loss {values[step]:.6g} at step {step}, by peer memory {own[step]:.6g}"
         for (preset, subject), values in losses.items()
         if (own := losses.get((preset, "distmlp-peer")))
-        for step in (0, len(own) - 1)
+        for step in (0, min(len(own), len(values)) - 1)
         if abs(values[step] / own[step] - 1) > LEARNING_TOLERANCE
     ]
     return record

@@ -125,7 +125,8 @@ def _compile(job: tuple) -> float:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Write what happened on this GPU, with the hash of the sources it happened to; nothing of a run that was cut."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None or exitstatus == pytest.ExitCode.INTERRUPTED or _obstacle():
+    worker = hasattr(session.config, "workerinput")  # of xdist: it knows its own tests only
+    if worker or reporter is None or exitstatus == pytest.ExitCode.INTERRUPTED or _obstacle():
         return
     counts = {
         kind: len([r for r in reporter.stats.get(kind, []) if str(r.nodeid).startswith("tests/gpu")])
