@@ -207,7 +207,14 @@ class Cluster:
         return self.job(job_id)
 
     def _explain(self, job_id: str) -> Callable[[], str]:
-        return lambda: f"{self.job(job_id)}\n" + "\n".join(self.logs())
+        return lambda: "\n".join([str(self.job(job_id)), *self.logs(), self._output(job_id)])
+
+    def _output(self, job_id: str) -> str:
+        """The end of what the job printed."""
+        path = re.search(r"StdOut=(\S+)", self.run(["scontrol", "--oneliner", "show", "job", job_id]))
+        if not path or not Path(path[1]).exists():
+            return "it printed nothing"
+        return "it printed: " + Path(path[1]).read_text(errors="replace")[-2000:]
 
 
 def wait_for(done: Callable[[], bool], timeout: float, what: str, explain: Callable[[], str] = str) -> None:

@@ -37,6 +37,8 @@ def slurm() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def site(slurm: Cluster, tmp_path: Path) -> Site:
-    """A user's directory on the cluster."""
-    return Site.make(slurm, tmp_path)
+def site(slurm: Cluster, tmp_path: Path) -> Iterator[Site]:
+    """A user's directory on the cluster. A job that is left, of a test that failed, takes no other test's nodes."""
+    site = Site.make(slurm, tmp_path)
+    yield site
+    site.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class Site:
 
     cluster: Cluster
     folder: Path
+    jobs: list[str] = field(default_factory=list)
 
     @classmethod
     def make(cls, cluster: Cluster, folder: Path) -> Site:
@@ -72,7 +73,14 @@ class Site:
         environment = Path(sys.executable).parent.parent
         variables = {"DISTMLP_LAUNCHER": launcher, "DISTMLP_VENV": str(environment)} | variables
         where = (f"--chdir={self.folder}", f"--output={self.folder}/job-%A_%a.log")
-        return self.cluster.submit(*SMALL, *where, *options, str(script), *arguments, **variables)
+        job = self.cluster.submit(*SMALL, *where, *options, str(script), *arguments, **variables)
+        self.jobs.append(job)
+        return job
+
+    def cancel(self) -> None:
+        """End whatever is left of the jobs that were submitted here."""
+        if self.jobs:
+            self.cluster.call(["scancel", "--full", *self.jobs])
 
     def train(self, *arguments: str, options: tuple[str, ...] = (), launcher: str = "pmi2", **variables: str) -> Job:
         """Submit and wait for the end."""
