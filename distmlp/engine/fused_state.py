@@ -18,7 +18,7 @@ from distmlp.engine.module import Kernel, Module
 from distmlp.engine.optimizers import slot_names
 from distmlp.engine.plan import SLOT_BUFFERS, THREADS, Plan
 from distmlp.engine.plan_peers import peer_form
-from distmlp.engine.plan_task import SpecialPlan
+from distmlp.engine.plan_task import SpecialPlan, raw_code
 from distmlp.engine.tally import TALLY
 from distmlp.errors import SystemUnfitError
 
@@ -239,9 +239,8 @@ def specialisations(config: RunConfig, plan: Plan) -> list[tuple[str, dict[str, 
         "PEER_FORM": peer_form(plan.task.ranks, 4 * plan.task.network.size),
         **({"LANES": "1"} if plan.task.lane_rows else {}),
     }
-    raw = plan.task.raw_type
     wide = {
-        "RAW_TYPE": f"RAW_{raw[0].upper()}{8 * int(raw[1:])}",
+        "RAW_TYPE": raw_code(plan.task.raw_type),
         "MIN_BLOCKS": str(plan.blocks // plan.device.multiprocessors),
         **plan.tile.macros("TILE"),
         **plan.output_tile.macros("OUTPUT"),

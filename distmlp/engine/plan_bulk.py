@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from distmlp.engine.plan_task import Buffer, Device, Task, aligned
+from distmlp.engine.plan_task import Buffer, Device, Task, aligned, raw_code
 from distmlp.engine.tally import TALLY
 
 CAPABILITY = 90  # its machine code is for this alone
@@ -62,7 +62,7 @@ class BulkPlan:
 
     def macros(self) -> dict[str, str]:
         return {
-            "RAW_TYPE": f"RAW_{self.raw_type[0].upper()}{8 * int(self.raw_type[1:])}",
+            "RAW_TYPE": raw_code(self.raw_type),
             "BULK_N": str(self.n),
             "BULK_GRADIENT_N": str(self.gradient_n),
             "BULK_STAGES": str(self.stages),

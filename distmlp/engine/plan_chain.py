@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from distmlp.engine.plan_task import Buffer, Device, Task
+from distmlp.engine.plan_task import Buffer, Device, Task, raw_code
 from distmlp.engine.tally import TALLY
 
 PANEL = 64  # columns
@@ -86,7 +86,7 @@ class ChainPlan:
         return {
             "WIDTHS": ",".join(map(str, self.widths)),
             "ACTIVATIONS": ",".join(self.activations).upper(),
-            "RAW_TYPE": f"RAW_{self.raw_type[0].upper()}{8 * int(self.raw_type[1:])}",
+            "RAW_TYPE": raw_code(self.raw_type),
             "CHAIN_ROWS": str(self.rows),
             "CHAIN_STAGES": str(self.stages),
             "CHAIN_TILES": str(self.tiles),

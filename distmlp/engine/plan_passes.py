@@ -26,7 +26,7 @@ from distmlp.engine.plan_narrow import (
     sums_limit,
     update_macros,
 )
-from distmlp.engine.plan_task import Buffer, Device, Task, aligned
+from distmlp.engine.plan_task import Buffer, Device, Task, aligned, raw_code
 from distmlp.engine.tally import TALLY
 
 GROUPS = 2  # warpgroups of a block, each with 64 rows of a tile
@@ -118,7 +118,7 @@ class PassesPlan:
             "NARROW_TURNS": str(self.turns),
             "NARROW_SHARED_BYTES": str(self.shared_bytes),
             "NARROW_DIRECT": str(int(self.direct)),
-            "RAW_TYPE": f"RAW_{self.raw_type[0].upper()}{8 * int(self.raw_type[1:])}",
+            "RAW_TYPE": raw_code(self.raw_type),
             **update_macros(self.direct, self.widths),
         }
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from distmlp.engine.plan_task import Buffer, Device, Task
+from distmlp.engine.plan_task import Buffer, Device, Task, raw_code
 
 WARPS = 8
 MAX_ROWS = 128
@@ -90,7 +90,7 @@ class ResidentPlan:
         return {
             "WIDTHS": ",".join(map(str, self.widths)),
             "ACTIVATIONS": ",".join(self.activations).upper(),
-            "RAW_TYPE": f"RAW_{self.raw_type[0].upper()}{8 * int(self.raw_type[1:])}",
+            "RAW_TYPE": raw_code(self.raw_type),
             "RESIDENT_BLOCKS": str(self.blocks),
             "RESIDENT_WARPS": str(WARPS),
             "RESIDENT_GROUPS": str(self.sharing.groups),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from distmlp.engine.plan_narrow import CHUNK, MAX_WIDTH, static_bytes, update_macros
-from distmlp.engine.plan_task import Buffer, Device, Task, aligned
+from distmlp.engine.plan_task import Buffer, Device, Task, aligned, raw_code
 
 WARPS = 16  # of a block
 KEEPING_ROWS = 128  # of it, at most, where activations stay in shared memory
@@ -89,7 +89,7 @@ class StripsPlan:
         return {
             "WIDTHS": ",".join(map(str, self.widths)),
             "ACTIVATIONS": ",".join(self.activations).upper(),
-            "RAW_TYPE": f"RAW_{self.raw_type[0].upper()}{8 * int(self.raw_type[1:])}",
+            "RAW_TYPE": raw_code(self.raw_type),
             "STRIP_WARPS": str(self.warps),
             "STRIP_TILES": str(self.tiles),
             "STRIP_BLOCKS": str(self.blocks),

@@ -59,6 +59,11 @@ class Buffer:
     zeroed: bool = False
 
 
+def raw_code(raw_type: str) -> str:
+    """What kernels/codes.cuh calls training inputs of `raw_type`: RAW_F32 for "f4"."""
+    return f"RAW_{raw_type[0].upper()}{8 * int(raw_type[1:])}"
+
+
 class SpecialPlan(Protocol):
     """The launch of a training kernel made for some networks; the general one of kernels/wide.cu takes the others.
 

@@ -235,7 +235,7 @@ def ranks_record(
 ) -> dict[str, Any]:  # fmt: skip
     """The results file; see `Records` in README: rows of `ranks`, and of one GPU (`alone`). Pure but for its stamp."""
     record = make_record(lines, presets, precision)
-    losses = {(line["preset"], line["subject"]): line["losses"] for line in lines if "losses" in line}
+    learnt = {(line["preset"], line["subject"]): line for line in lines if "losses" in line}
     for row in record["rows"]:
         row["ranks"] = ranks
         if row["subject"].startswith("distmlp-"):
@@ -249,9 +249,11 @@ def ranks_record(
     record["missing"] = failed + absent + [f"{text} (one GPU)" for text in single["missing"]]
     record["learning"] = single["learning"] + [
         f"{preset} {subject}: loss {values[step]:.6g} at step {step}, by peer memory {own[step]:.6g}"
-        for (preset, subject), values in losses.items()
-        if (own := losses.get((preset, "distmlp-peer")))
-        for step in (0, min(len(own), len(values)) - 1)
+        for (preset, subject), line in learnt.items()
+        if (peer := learnt.get((preset, "distmlp-peer")))
+        and peer.get("batches") == line.get("batches")  # the same rows
+        for values, own in [(line["losses"], peer["losses"])]
+        for step in (0, len(own) - 1)
         if abs(values[step] / own[step] - 1) > LEARNING_TOLERANCE
     ]
     return record

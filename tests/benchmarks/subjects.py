@@ -102,7 +102,8 @@ def run_subject(measure: Callable[[Problem, bool], Iterator[Measurement]], quiet
             problem = Problem.of(preset, options.precision, options.megabytes << 20)
             problem.block_seconds = options.block_seconds
             for result in measure(problem, options.warm):
-                line = {"preset": chosen, "subject": result.subject, **summary(result.times), **result.extra}
+                line = {"preset": chosen, "subject": result.subject, "batches": problem.batches}
+                line |= summary(result.times) | result.extra
                 report(options.out, line | {"losses": result.losses})
         except Exception as error:  # the other presets are still measured, and the file says what is missing
             traceback.print_exc(limit=5)

@@ -125,6 +125,18 @@ def test_several_gpus_are_told_beside_one() -> None:
     assert sorted(row["ranks"] for row in record["rows"]) == [1, 1, 2, 2, 2, 2, 2]
 
 
+def test_losses_over_other_rows_are_not_compared() -> None:
+    """With fewer batches a rank's share of the rows is another one; a call may add to what another one measured."""
+    peer, nccl = ranks_lines({"peer": 125.0, "nccl": 250.0})
+    fewer = nccl | {"batches": 3, "losses": [5.0]}
+
+    def complaints(second: dict) -> list[str]:
+        return ranks_record([peer | {"batches": 9}, second], [], [PRESETS["seed-1024"]], 2)["learning"]
+
+    assert complaints(fewer) == []
+    assert len(complaints(nccl | {"batches": 9, "losses": [5.0, 1.0]})) == 1
+
+
 def test_several_gpus_are_told_without_one() -> None:
     record = ranks_record(ranks_lines({"peer": 125.0}), [], [PRESETS["seed-1024"]], 2)
     assert "| seed-1024 | 1,024 | – | **125** | – | – | – | – | **–** | – | – | – | – |" in ranks_table(record)
